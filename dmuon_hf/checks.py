@@ -1,0 +1,115 @@
+"""What `dmuon_hf` refuses, and what to do instead.
+
+Every launch mode or model that would train wrongly, or not with Muon, is an error here. Nothing falls back to another
+optimizer or to another mode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from accelerate.state import AcceleratorState
+
+__all__ = ["check_any_muon", "check_launch", "check_model", "check_training_arguments"]
+
+_USE_FSDP2 = "use FSDP2: `fsdp_version: 2` in the accelerate config, or DMuonPlugin"
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose weights Muon cannot own: quantised, already sharded, wrapped, or with adapters."""
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ConfigurationError(
+            "this model was sharded while transformers loaded it (DistributedConfig). Load it without distributed_config "
+            "and let accelerate shard it: " + _USE_FSDP2
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ConfigurationError(
+            "this model is quantised: its weights cannot take Muon updates. Load it without quantization_config, or call "
+            "dequantize() first and then drop config.quantization_config and hf_quantizer"
+        )
+    if getattr(model, "peft_config", None):
+        raise NotImplementedError(
+            "training PEFT adapters with Muon is not built yet; train the full model, or the adapters with AdamW"
+        )
+    if type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+        raise ConfigurationError(f"pass the model itself, not its {type(model).__name__} wrapper; {_USE_FSDP2}")
+    if runtime_of(model) is None:
+        sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+        if sharded is not None:
+            raise ConfigurationError(
+                f"parameter {sharded!r} is already distributed. Build the optimizer before the model is sharded; "
+                "accelerate.prepare shards it"
+            )
+
+
+def check_any_muon(model: nn.Module, specs: Sized) -> None:
+    """Refuse to train without a single Muon matrix."""
+    if len(specs) == 0:
+        raise ConfigurationError(
+            f"no trainable parameter of {type(model).__name__} is routed to Muon, so this would be plain AdamW. Print "
+            "dmuon_hf.routes(model) to see why, and pass routes={pattern: 'muon'} or predicate= to choose matrices"
+        )
+
+
+def check_training_arguments(args: Any) -> None:
+    """Refuse TrainingArguments that ask for another optimizer: they would have no effect."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if not optimizer.startswith("adamw_torch"):
+        raise ConfigurationError(
+            f"optim={optimizer!r} has no effect beside dmuon_hf.create(); leave optim at its default (AdamW updates the "
+            "weights that Muon does not)"
+        )
+    for name in ("optim_args", "optim_target_modules"):
+        if getattr(args, name, None):
+            raise ConfigurationError(f"{name} has no effect beside dmuon_hf.create(); remove it")
+
+
+def check_launch(state: AcceleratorState) -> None:
+    """Refuse launch modes that this release does not train correctly. Local; raises the same on every rank."""
+    kind = state.distributed_type.value
+    if kind == "NO":
+        _check_alone()
+        return
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise ConfigurationError(f"{kind} keeps its own optimizer and sharding, which Muon cannot use; {_USE_FSDP2}")
+    if kind != "FSDP":
+        raise NotImplementedError(
+            f"this launch is {kind} (replicated data parallel, DDP), which is not built yet; {_USE_FSDP2}"
+        )
+    plugin = state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ConfigurationError(f"FSDP1 flattens matrices, so Muon cannot work there; {_USE_FSDP2}")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise NotImplementedError("FSDP with CPU offload is not built yet; set fsdp_offload_params: false")
+    if plugin.ignored_modules is not None:
+        raise NotImplementedError("ignored_modules is not built yet; leave it out of the FSDP config")
+    for dimension in ("tp", "cp", "sp"):
+        if state.parallelism_config is not None and getattr(state.parallelism_config, f"{dimension}_enabled"):
+            raise NotImplementedError(
+                f"{dimension}_size > 1 is not built yet; use dp_shard_size and dp_replicate_size only"
+            )
+    if state.dynamo_plugin.backend.value != "NO":
+        raise NotImplementedError("torch.compile under FSDP2 is not built yet; leave dynamo_backend at 'no'")
+
+
+def _check_alone() -> None:
+    """Refuse several processes that accelerate did not connect."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    launched = max(int(os.environ.get("WORLD_SIZE", "1")), world)
+    if launched > 1:
+        raise ConfigurationError(
+            f"{launched} processes were launched but accelerate runs each of them alone, so every one would train its own "
+            "unsynchronised copy. Import dmuon_hf before the first Accelerator or TrainingArguments is made; on CPU "
+            "launch with FSDP2 (see accelerate_configs/dmuon_cpu_fsdp2.yaml)"
+        )

@@ -1,0 +1,49 @@
+"""Streams, events and devices behind one interface, so that the same runtime drives CUDA/NCCL and CPU/gloo.
+
+On the CPU every stream and event is torch's own no-op and a collective is waited for through its work handle; on an
+accelerator a collective is ordered by events on side streams and the host never waits.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DeviceHandle", "device_of_mesh"]
+
+
+class DeviceHandle:
+    """Access to the streams and events of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: ModuleType = torch.get_device_module(device.type)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def new_stream(self, *, high_priority: bool) -> Any:
+        """A side stream; high priority for what the next computation waits for."""
+        return self._module.Stream(priority=-1 if high_priority else 0)
+
+    def current_stream(self) -> Any:
+        return self._module.current_stream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def record_event(self, stream: Any) -> Any:
+        return stream.record_event()
+
+
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    """The device this rank computes on: the CPU, or the current accelerator of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

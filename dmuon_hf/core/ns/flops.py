@@ -1,0 +1,23 @@
+"""Multiply-add counts of the two algorithms, times two: what ``backend="auto"`` chooses by.
+
+For a matrix with sides ``m <= n``; ``share`` is the part of a full product that a symmetric product costs, 0.5 to 1.
+"""
+
+from __future__ import annotations
+
+__all__ = ["direct_flops", "gram_flops"]
+
+
+def direct_flops(m: int, n: int, *, steps: int, share: float) -> float:
+    """Per step the Gram matrix (symmetric), its square (symmetric), and one full product with the long side."""
+    return steps * (share * (2 * m * m * n + 2 * m**3) + 2 * m * m * n)
+
+
+def gram_flops(m: int, n: int, *, segment_lengths: tuple[int, ...], share: float) -> float:
+    """Per segment the Gram matrix and one full product with the long side; all else are symmetric products of the short side.
+
+    A step squares ``R``; each but the first of a segment extends ``Q``; each but the last advances ``R`` by two products.
+    """
+    long_side = len(segment_lengths) * (share * 2 * m * m * n + 2 * m * m * n)
+    short_products = sum(length + 3 * (length - 1) for length in segment_lengths)
+    return long_side + share * 2 * m**3 * short_products

@@ -1,0 +1,207 @@
+"""From the user's groups to the optimizer's: each semantic group becomes ``<name>/muon`` and ``<name>/adamw``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.optim.scaling import LR_SCALES
+from dmuon_hf.core.plan import canonical_name
+
+__all__ = ["DEFAULT_GROUP", "Defaults", "LoweredGroup", "lower_groups", "trainable_parameters"]
+
+DEFAULT_GROUP: Final = "default"
+
+# Key of a lowered group -> keys of a user's group that set it, the most specific first.
+_MUON_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "lr": ("muon_lr", "lr"),
+    "momentum": ("momentum",),
+    "nesterov": ("nesterov",),
+    "ns_steps": ("ns_steps",),
+    "weight_decay": ("muon_weight_decay", "weight_decay"),
+    "lr_scale": ("lr_scale",),
+}
+_ADAMW_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "lr": ("adamw_lr", "lr"),
+    "betas": ("adamw_betas", "betas"),
+    "eps": ("adamw_eps", "eps"),
+    "weight_decay": ("adamw_weight_decay", "weight_decay"),
+}
+_ROUTE_KEYS: Final = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
+_CONSUMED: Final = frozenset(
+    key for table in (_MUON_KEYS, _ADAMW_KEYS) for sources in table.values() for key in sources
+) | {"params", "group_name", "route", *_ROUTE_KEYS}
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Hyperparameters of a group that sets none itself, per route."""
+
+    muon: Mapping[str, Any]
+    adamw: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredGroup:
+    """One group of the flat optimizer: canonical names and parameters in the model's order."""
+
+    names: list[str]
+    params: list[nn.Parameter]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def as_param_group(self) -> dict[str, Any]:
+        return {"params": list(self.params), **self.options}
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every trainable parameter once, by canonical name, in the order of the model; a tied one under its first name."""
+    return {canonical_name(name, model): param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def lower_groups(
+    trainable: Mapping[str, nn.Parameter],
+    muon_names: Collection[str],
+    user_groups: Iterable[Mapping[str, Any]] | None,
+    defaults: Defaults,
+) -> list[LoweredGroup]:
+    """Lower the user's groups to muon and adamw groups, none of them empty.
+
+    Args:
+        trainable: Canonical name to parameter, every trainable parameter of the model.
+        muon_names: Canonical names of the parameters on the muon route.
+        user_groups: Semantic groups of ``Muon(param_groups=...)``, or ``None`` for one group of everything.
+        defaults: Hyperparameters for what a group leaves out.
+
+    Raises:
+        ConfigurationError: A parameter is missing, listed twice, frozen or not the model's; a group asks for a route;
+            or a hyperparameter is out of range. The parameters and the group are named.
+    """
+    if user_groups is None:
+        user_groups = [{"params": list(trainable.values()), "group_name": DEFAULT_GROUP}]
+    groups = [dict(group) for group in user_groups]
+    members = _assign(groups, trainable)
+    lowered: list[LoweredGroup] = []
+    for index, (group, names) in enumerate(zip(groups, members, strict=True)):
+        label = _label(group, index)
+        _check_route(group, label)
+        extra = {key: value for key, value in group.items() if key not in _CONSUMED}
+        for route, table, base in (("muon", _MUON_KEYS, defaults.muon), ("adamw", _ADAMW_KEYS, defaults.adamw)):
+            chosen = [name for name in names if (name in muon_names) == (route == "muon")]
+            if not chosen:
+                continue
+            options = {key: _first(group, sources, base[key]) for key, sources in table.items()}
+            _check_options(options, f"{label}/{route}")
+            options = {**extra, **options, "route": route, "group_name": f"{label}/{route}"}
+            lowered.append(LoweredGroup(chosen, [trainable[name] for name in chosen], options))
+    _check_distinct([group.options["group_name"] for group in lowered])
+    return lowered
+
+
+def _label(group: Mapping[str, Any], index: int) -> str:
+    return str(group.get("group_name", f"group{index}"))
+
+
+def _first(group: Mapping[str, Any], sources: Sequence[str], default: Any) -> Any:
+    """Value of the most specific key that ``group`` sets."""
+    for key in sources:
+        if key in group:
+            return group[key]
+    return default
+
+
+def _assign(groups: Sequence[Mapping[str, Any]], trainable: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Names of each group in the model's order, after checking that every trainable parameter has exactly one group."""
+    name_of = {id(param): name for name, param in trainable.items()}
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        if "params" not in group:
+            raise ConfigurationError(f"param_groups[{index}] ({_label(group, index)!r}) has no 'params'")
+        for position, (given_name, param) in enumerate(_members(group["params"])):
+            name = name_of.get(id(param))
+            where = f"param_groups[{index}] ({_label(group, index)!r})"
+            if name is None:
+                shown = given_name or f"params[{position}] of shape {tuple(param.shape)}"
+                raise ConfigurationError(
+                    f"{where} holds {shown}, which is no trainable parameter of this model. Build param_groups from "
+                    "model.named_parameters() after dedicate_params() and fully_shard(), and leave frozen ones out."
+                )
+            if name in group_of:
+                other = group_of[name]
+                raise ConfigurationError(
+                    f"{where} holds {name!r}, which param_groups[{other}] ({_label(groups[other], other)!r}) holds too"
+                )
+            group_of[name] = index
+    missing = [name for name in trainable if name not in group_of]
+    if missing:
+        raise ConfigurationError(f"param_groups leave out trainable parameters: {', '.join(map(repr, missing))}")
+    members: list[list[str]] = [[] for _ in groups]
+    for name in trainable:
+        members[group_of[name]].append(name)
+    return members
+
+
+def _members(params: Any) -> list[tuple[str | None, Tensor]]:
+    """``params`` as torch accepts it: a tensor, tensors, or ``(name, tensor)`` pairs."""
+    if isinstance(params, Tensor):
+        return [(None, params)]
+    pairs: list[tuple[str | None, Tensor]] = []
+    for item in params:
+        if isinstance(item, Tensor):
+            pairs.append((None, item))
+        else:
+            name, param = item
+            pairs.append((name, param))
+    return pairs
+
+
+def _check_route(group: Mapping[str, Any], label: str) -> None:
+    for key in _ROUTE_KEYS:
+        if group.get(key, "muon") != "muon":
+            raise NotImplementedError(
+                f"group {label!r} sets {key}={group[key]!r}: forcing dedicated parameters off the muon route is not "
+                "built. Leave them out of the predicate of dedicate_params() and they train with AdamW."
+            )
+    if "route" in group:
+        raise ConfigurationError(
+            f"group {label!r} sets 'route', which follows from dedicate_params(): remove it, or rename your own key"
+        )
+
+
+def _check_distinct(names: Sequence[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigurationError(f"param_groups repeat group_name {', '.join(map(repr, repeated))}: make them distinct")
+
+
+def _check_options(options: Mapping[str, Any], where: str) -> None:
+    """Ranges of the hyperparameters of one lowered group."""
+
+    def require(condition: bool, key: str, wanted: str) -> None:
+        if not condition:
+            raise ConfigurationError(f"group {where!r}: {key} must be {wanted}, got {options[key]!r}")
+
+    lr = options["lr"]
+    if isinstance(lr, Tensor):
+        require(lr.numel() == 1, "lr", "a number or a tensor of one element")
+    else:
+        require(lr >= 0.0, "lr", "at least 0")
+    require(options["weight_decay"] >= 0.0, "weight_decay", "at least 0")
+    if "momentum" in options:
+        steps = options["ns_steps"]
+        require(0.0 <= options["momentum"] < 1.0, "momentum", "in [0, 1)")
+        require(isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1, "ns_steps", "an integer from 1")
+        require(options["lr_scale"] in LR_SCALES, "lr_scale", f"one of {LR_SCALES}")
+    else:
+        betas = options["betas"]
+        require(len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas), "betas", "two numbers in [0, 1)")
+        require(options["eps"] >= 0.0, "eps", "at least 0")
+
+
+def scalar(value: float | Tensor) -> float:
+    """A hyperparameter as a number; a tensor on an accelerator costs a synchronisation."""
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

@@ -1,0 +1,389 @@
+"""``Muon``: one flat ``torch.optim.Optimizer`` for dedicated matrices and everything else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.ns import NewtonSchulz
+from dmuon_hf.core.optim.adamw import apply_adamw
+from dmuon_hf.core.optim.binding import check_held, check_rebindable, require_runtime
+from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
+from dmuon_hf.core.optim.gradients import local_tensor, unscale_
+from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, scalar, trainable_parameters
+from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
+from dmuon_hf.core.optim.progress import FirstStepProgress
+from dmuon_hf.core.optim.state import check_loadable, fresh_state, restore_precision
+from dmuon_hf.core.optim.unbuilt import require_defaults
+from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
+from dmuon_hf.core.optim.verdict import agree_on_step
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+
+__all__ = ["Muon"]
+
+logger = logging.getLogger(__name__)
+
+
+class Muon(Optimizer):
+    """Muon for dedicated matrices, AdamW for every other trainable parameter, as one optimizer.
+
+    Build it after ``dedicate_params`` and ``fully_shard``. The update of a matrix is computed by its owner alone, on
+    the gradient that is complete when ``backward()`` returns; it does not depend on the topology. All ranks construct
+    it and call ``step``, ``zero_grad`` and ``clip_grad_norm_`` together.
+
+    Each group of ``param_groups`` has ``lr``, ``weight_decay``, ``group_name`` and ``route``. Route ``"muon"`` adds
+    ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale`` and keeps ``momentum_buffer`` in fp32; route ``"adamw"``
+    adds ``betas``, ``eps`` and keeps the state of ``torch.optim.AdamW``. The learning rate of a muon group is
+    multiplied by the factor of ``lr_scale`` for the shape of each logical matrix. Nothing else is read by ``step``,
+    so schedulers, and callers that change or swap groups, work as with any optimizer.
+
+    A step is skipped on all ranks, weights and state untouched, when any gradient on any rank is infinite or NaN; it is
+    counted in ``skipped_steps``. A matrix that no rank saw a gradient for is left alone: no decay, no momentum decay.
+    Works under ``torch.amp.GradScaler``.
+
+    Args:
+        model: Model with dedicated parameters.
+        lr: Learning rate of dedicated matrices.
+        momentum: Momentum coefficient ``mu`` of ``buf = mu * buf + g``.
+        weight_decay: Decoupled decay of dedicated matrices, ``w *= 1 - lr * weight_decay``.
+        ns_steps: Newton-Schulz iterations: that many rows of the coefficients of ``ns_backend``, the last repeated
+            beyond their end.
+        adamw_lr: Learning rate of all other parameters.
+        adamw_betas: AdamW betas.
+        adamw_weight_decay: AdamW weight decay.
+        adamw_eps: AdamW epsilon.
+        param_groups: Semantic groups, each with ``params`` and optionally ``group_name``, ``lr``, ``weight_decay`` (for
+            both routes), ``muon_lr``, ``muon_weight_decay``, ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale``,
+            ``adamw_lr``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``; other keys are kept. Every trainable
+            parameter is in exactly one. Each becomes ``<name>/muon`` and ``<name>/adamw``, made where not empty.
+        ns_backend: ``"gram"``, ``"direct"``, ``"auto"`` or a ``NewtonSchulz``.
+        nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
+        replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``.
+        record_step_profile: Not built; ``True`` raises.
+        group_prepare_ahead: Gradients are prepared as soon as they are reduced, which is what ``True`` asks for;
+            ``False`` raises.
+        tp_distributed_gram: Tensor parallelism is not built; other than the default raises, as for the next five.
+        tp_distributed_gram_policy: See ``tp_distributed_gram``.
+        tp_distributed_gram_max_factor_to_scatter_ratio: See ``tp_distributed_gram``.
+        post_step_prefetch_groups: Not built.
+        post_step_prefetch_sharded_adamw: Not built.
+        sharded_adamw_unshard_separate_stream: Not built.
+        forward_prefetch_depth: Units gathered ahead of the one that runs.
+        first_step_progress_log: Log the matrices of the first step on their owners.
+        first_step_progress_log_limit: Most of these messages per rank.
+        lr_scale: ``"match_rms_adamw"`` (``0.2 * sqrt(max(out, in))``), ``"original"`` (``sqrt(max(1, out / in))``),
+            ``"spectral"`` (``sqrt(out / in)``) or ``"none"``; ``convert_lr`` translates between them.
+
+    Raises:
+        ConfigurationError: No dedicated matrix, an argument out of range, or ``param_groups`` that do not fit the
+        model. NotImplementedError: An argument asks for a mode that is not built.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        adamw_lr: float | Tensor = 0.001,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_weight_decay: float = 0.01,
+        adamw_eps: float = 1e-08,
+        param_groups: Iterable[Mapping[str, Any]] | None = None,
+        ns_backend: Literal["gram", "direct", "auto"] | NewtonSchulz = "gram",
+        nesterov: bool = True,
+        replicate_async: bool = True,
+        record_step_profile: bool = False,
+        group_prepare_ahead: bool = True,
+        tp_distributed_gram: bool = False,
+        tp_distributed_gram_policy: str = "beneficial",
+        tp_distributed_gram_max_factor_to_scatter_ratio: float = 0.5,
+        post_step_prefetch_groups: int = 0,
+        post_step_prefetch_sharded_adamw: bool = False,
+        sharded_adamw_unshard_separate_stream: bool = False,
+        forward_prefetch_depth: int = 1,
+        first_step_progress_log: bool = True,
+        first_step_progress_log_limit: int = 8,
+        *,
+        lr_scale: str = "match_rms_adamw",
+    ) -> None:
+        require_defaults(
+            record_step_profile=record_step_profile,
+            group_prepare_ahead=group_prepare_ahead,
+            tp_distributed_gram=tp_distributed_gram,
+            tp_distributed_gram_policy=tp_distributed_gram_policy,
+            tp_distributed_gram_max_factor_to_scatter_ratio=tp_distributed_gram_max_factor_to_scatter_ratio,
+            post_step_prefetch_groups=post_step_prefetch_groups,
+            post_step_prefetch_sharded_adamw=post_step_prefetch_sharded_adamw,
+            sharded_adamw_unshard_separate_stream=sharded_adamw_unshard_separate_stream,
+        )
+        defaults = Defaults(
+            muon={
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_steps": ns_steps,
+                "weight_decay": weight_decay,
+                "lr_scale": lr_scale,
+            },
+            adamw={"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay},
+        )
+        self._model = model
+        self._runtime = require_runtime(model)
+        self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
+        self._replicate_async = replicate_async
+        self._forward_prefetch_depth = forward_prefetch_depth
+        self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
+        self._bound = False
+        self.skipped_steps = 0
+        """Steps that all ranks skipped because a gradient was infinite or NaN."""
+        self.ns_matrices = 0
+        """Logical matrices orthogonalised on this rank so far."""
+        self.last_muon_grad_clip_stats: MuonGradClipStats | None = None
+        """Statistics of the most recent ``clip_grad_norm_``."""
+        lowered = self._lower(param_groups, defaults)
+        self._names = [group.names for group in lowered]
+        super().__init__([group.as_param_group() for group in lowered], {})
+        self._reset_state()
+        self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _lower(self, user_groups: Iterable[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
+        lowered = lower_groups(trainable_parameters(self._model), self._runtime.dedicated.keys(), user_groups, defaults)
+        if not any(group.options["route"] == "muon" for group in lowered):
+            raise ConfigurationError(
+                "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them or widen the "
+                "predicate of dedicate_params()"
+            )
+        return lowered
+
+    def _reset_state(self) -> None:
+        self.state.clear()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = fresh_state(param, group["route"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed at construction, where each parameter gets its route.
+
+        Raises:
+            ConfigurationError: Called by a user; pass ``param_groups`` to the constructor instead.
+        """
+        if "route" not in param_group:
+            raise ConfigurationError("Muon's groups are fixed at construction: pass them as Muon(param_groups=...)")
+        super().add_param_group(param_group)
+
+    def rebind(self, model: nn.Module) -> None:
+        """Point every group at the current parameters of ``model``, by canonical name, with fresh state.
+
+        For a model that was sharded or dedicated anew after the optimizer was built. Hyperparameters stay. All ranks
+        call it.
+
+        Raises:
+            ConfigurationError: A parameter of a group is gone or changed its route, or a trainable one is in no group;
+                the names are listed and nothing is changed.
+        """
+        runtime = require_runtime(model)
+        by_name = trainable_parameters(model)
+        check_rebindable(self.param_groups, self._names, by_name, runtime.dedicated)
+        self._model, self._runtime = model, runtime
+        for group, names in zip(self.param_groups, self._names, strict=True):
+            group["params"] = [by_name[name] for name in names]
+        self._reset_state()
+        self._bound = False
+        runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
+
+    # -------------------------------------------------------------------------------------------------- state dicts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state and hyperparameters; momentum keeps fp32. See ``torch.optim.Optimizer.load_state_dict``.
+
+        Raises:
+            ConfigurationError: The groups differ, or state is missing or misshapen; nothing is changed.
+        """
+        check_loadable(self.param_groups, self._names, state_dict)
+        before = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, old in zip(self.param_groups, before, strict=True):
+            for key, value in old.items():
+                group.setdefault(key, value)
+        restore_precision(self.param_groups, self.state, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("Muon is bound to a model on this rank and cannot be copied or pickled: save its state_dict()")
+
+    # --------------------------------------------------------------------------------------------------------- step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, accumulated and in flight; all ranks call it together.
+
+        ``set_to_none=False`` zeroes the gradients of the adamw route instead. Those of dedicated matrices are dropped
+        always: a zero gradient would count as one, and decay the momentum.
+        """
+        for matrix in self._runtime.dedicated.values():
+            matrix.param.grad = None
+        super().zero_grad(set_to_none=set_to_none)
+        self._runtime.discard_grads()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Collective: all data-parallel ranks call it together.
+
+        Args:
+            closure: Evaluates the model again and returns the loss, with gradients enabled.
+
+        Returns:
+            What ``closure`` returned, or ``None``.
+
+        Raises:
+            LockstepError: The ranks have run different numbers of backward passes since ``zero_grad``.
+            ConfigurationError: The groups do not hold the model's current parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._bound:
+            self._bind()
+        runtime = self._runtime
+        runtime.prepare_grads()
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        grads = self._local_grads()
+        verdict = agree_on_step(runtime, grads, getattr(self, "found_inf", None))
+        if not verdict.finite:
+            self._count_skip()
+            return loss
+        if grad_scale is not None and grads:
+            unscale_(grads, grad_scale)
+        reached = {
+            id(matrix.param): matrix
+            for matrix, has_grad in zip(runtime.dedicated.values(), verdict.reached, strict=True)
+            if has_grad
+        }
+        for group in self.param_groups:
+            if group["route"] == "muon":
+                self._step_muon(group, [reached[id(p)] for p in group["params"] if id(p) in reached])
+            else:
+                self._step_adamw(group)
+        self._progress.finish()
+        runtime.publish(asynchronous=self._replicate_async)
+        return loss
+
+    def _bind(self) -> None:
+        """Once per model: the groups hold its parameters, and masters that lose small updates are reported."""
+        check_held(self.param_groups, self._names, self._model)
+        self._bound = True
+        dtypes = {str(m.param.dtype) for m in self._runtime.dedicated.values() if m.param.dtype.itemsize < 4}
+        if dtypes and _is_first_rank():
+            logger.warning(
+                "dedicated weights are kept in %s: each update is computed in fp32 and rounded, so small ones are lost. "
+                "Load the model in float32 and use mixed precision for the computation.",
+                ", ".join(sorted(dtypes)),
+            )
+
+    def _local_grads(self) -> list[Tensor]:
+        return [
+            local_tensor(param.grad, "a gradient")
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+
+    def _step_muon(self, group: dict[str, Any], matrices: Sequence[DedicatedMatrix]) -> None:
+        """Update the owned among ``matrices``; on every rank mark gathered copies of all of them as stale."""
+        rule = MuonRule(
+            lr=scalar(group["lr"]),
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            ns_steps=group["ns_steps"],
+            weight_decay=group["weight_decay"],
+            lr_scale=group["lr_scale"],
+        )
+        owned = [self._owned_matrix(matrix) for matrix in matrices if matrix.is_owner]
+        on_batch = self._progress.on_batch if self._progress.active else None
+        self.ns_matrices += apply_muon(owned, rule, self._orthogonalize, on_batch=on_batch)
+        for matrix in matrices:
+            if isinstance(matrix.param, OwnedTensor):
+                matrix.param.content.bump()
+
+    def _owned_matrix(self, matrix: DedicatedMatrix) -> OwnedMatrix:
+        param = matrix.param
+        if param.grad is None:
+            raise ConfigurationError(f"the gradient of {matrix.name!r} is gone: set no .grad to None before step()")
+        momentum = self.state[param]["momentum_buffer"]
+        return OwnedMatrix(
+            name=matrix.name,
+            weight=local_tensor(param, matrix.name),
+            grad=local_tensor(param.grad, matrix.name),
+            momentum=local_tensor(momentum, matrix.name),
+            spec=matrix.spec,
+        )
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        states = [
+            {key: local_tensor(value, f"state {key!r}") for key, value in self.state[param].items()} for param in params
+        ]
+        apply_adamw(
+            [local_tensor(param, "a parameter") for param in params],
+            [local_tensor(param.grad, "a gradient") for param in params],
+            states,
+            {**group, "lr": scalar(group["lr"])},
+        )
+
+    def _count_skip(self) -> None:
+        self.skipped_steps += 1
+        if _is_first_rank():
+            logger.warning(
+                "a gradient was infinite or NaN on some rank: this step is skipped on all ranks (%d skipped so far)",
+                self.skipped_steps,
+            )
+
+    # --------------------------------------------------------------------------------------------------------- clip
+
+    @property
+    def runtime(self) -> OptimizerRuntime:
+        """The runtime of the model this optimizer belongs to."""
+        return self._runtime
+
+    def owned_gradients(self) -> dict[str, Tensor]:
+        """Live local gradients of the matrices this rank owns, by canonical name; without those that have none."""
+        with torch.no_grad():
+            return {
+                name: local_tensor(matrix.param.grad, name)
+                for name, matrix in self._runtime.dedicated.items()
+                if matrix.is_owner and matrix.param.grad is not None
+            }
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float | None,
+        *,
+        norm_type: float | None = None,
+        error_if_nonfinite: bool | None = None,
+        foreach: bool | None = None,
+        strategy: str | MuonGradClipStrategy | None = None,
+    ) -> MuonGradClipStats:
+        """Clip the gradients of dedicated matrices only; ``None`` stands for the default of ``clip_grad_norm_``."""
+        return clip_grad_norm_(
+            self,
+            max_norm,
+            norm_type=2.0 if norm_type is None else norm_type,
+            error_if_nonfinite=bool(error_if_nonfinite),
+            foreach=foreach,
+            strategy="global_norm" if strategy is None else strategy,
+        )
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,85 @@
+"""Norms and scaling of lists of local tensors with torch's multi-tensor kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["clip_coefficient", "norm_power", "root_of_power", "scale_"]
+
+
+def norm_power(
+    tensors: Sequence[Tensor],
+    norm_type: float,
+    *,
+    device: torch.device,
+    foreach: bool | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``sum |x|^p`` over all elements, or ``max |x|`` for ``p = inf``: fp64 scalar on ``device``. Does not synchronise.
+
+    Each tensor's norm is taken in fp32 (fp64 for fp64), so half precision does not overflow; they add up in fp64.
+
+    Args:
+        tensors: Local tensors of any device and dtype; empty ones count as zero.
+        norm_type: ``p``.
+        device: Where the result goes.
+        foreach: ``False`` takes one tensor at a time.
+        chunk_size: Most tensors in one multi-tensor call; ``None`` for all.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for chunk in _chunks([tensor for tensor in tensors if tensor.numel() > 0], chunk_size):
+        accumulate = torch.promote_types(chunk[0].dtype, torch.float32)
+        if foreach is False:
+            norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=accumulate) for tensor in chunk]
+        else:
+            norms = list(torch._foreach_norm(chunk, norm_type, dtype=accumulate))
+        stacked = torch.stack(norms).to(device=device, dtype=torch.float64)
+        if math.isinf(norm_type):
+            total = torch.maximum(total, stacked.max())
+        else:
+            total = total + stacked.pow(norm_type).sum()
+    return total
+
+
+def root_of_power(power: float, norm_type: float) -> float:
+    """The norm whose :func:`norm_power` is ``power``."""
+    return power if math.isinf(norm_type) else power ** (1.0 / norm_type)
+
+
+def clip_coefficient(total_norm: float, max_norm: float | None) -> float:
+    """Factor that brings ``total_norm`` down to ``max_norm``; 1 where nothing is clipped.
+
+    A norm that is not finite gives 1: scaling by 0 or NaN would hide from the step which gradients it must refuse.
+    """
+    if max_norm is None or not math.isfinite(total_norm):
+        return 1.0
+    return min(1.0, max_norm / (total_norm + 1e-6))
+
+
+def scale_(
+    tensors: Sequence[Tensor], factor: float, *, foreach: bool | None = None, chunk_size: int | None = None
+) -> None:
+    """Multiply every tensor by ``factor`` in place; nothing is touched for 1."""
+    if factor == 1.0:
+        return
+    for chunk in _chunks(tensors, chunk_size):
+        if foreach is False:
+            for tensor in chunk:
+                tensor.mul_(factor)
+        else:
+            torch._foreach_mul_(chunk, factor)
+
+
+def _chunks(tensors: Sequence[Tensor], size: int | None) -> Iterator[list[Tensor]]:
+    """Lists of one device and dtype, at most ``size`` long."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for group in alike.values():
+        step = len(group) if size is None else size
+        for start in range(0, len(group), step):
+            yield group[start : start + step]

@@ -1,0 +1,106 @@
+"""Optimizer state: made for every parameter on every rank at construction, and checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.optim.update import momentum_dtype
+
+__all__ = ["check_loadable", "fresh_state", "restore_precision"]
+
+_STATE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "muon": ("momentum_buffer",),
+    "adamw": ("step", "exp_avg", "exp_avg_sq"),
+}
+
+
+def fresh_state(param: Tensor, route: str) -> dict[str, Tensor]:
+    """Zero state of one parameter; tensors have the parameter's own layout, so empty rows off the owner.
+
+    muon: ``momentum_buffer`` in fp32 (fp64 for fp64 parameters). adamw: as ``torch.optim.AdamW``, with ``step`` an fp32
+    scalar on the CPU.
+    """
+    with torch.no_grad():
+        if route == "muon":
+            return {"momentum_buffer": torch.zeros_like(param, dtype=momentum_dtype(param))}
+        return {
+            "step": torch.tensor(0.0, dtype=torch.float32),
+            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+        }
+
+
+def check_loadable(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], state_dict: Mapping[str, Any]
+) -> None:
+    """Refuse a state dict that does not fit, before anything is changed.
+
+    Args:
+        groups: The optimizer's own groups.
+        names: Canonical names of their parameters.
+        state_dict: In the form of ``torch.optim.Optimizer.state_dict()``.
+
+    Raises:
+        ConfigurationError: Other groups, or state that is missing, of another shape, or whole for a distributed
+        parameter.
+    """
+    saved_groups = state_dict["param_groups"]
+    ours = [(group["group_name"], len(group["params"])) for group in groups]
+    theirs = [(saved.get("group_name"), len(saved["params"])) for saved in saved_groups]
+    fits = len(ours) == len(theirs) and all(
+        count == saved_count and saved_name in (None, name)
+        for (name, count), (saved_name, saved_count) in zip(ours, theirs, strict=True)
+    )
+    if not fits:
+        raise ConfigurationError(
+            f"the state dict has groups {theirs} of (group_name, parameters), this optimizer has {ours}: build it with "
+            "the param_groups and the dedicate_params predicate that the state was saved with"
+        )
+    saved_state = state_dict["state"]
+    for group, group_names, saved in zip(groups, names, saved_groups, strict=True):
+        for param, name, key in zip(group["params"], group_names, saved["params"], strict=True):
+            _check_entry(param, name, group["route"], saved_state.get(key))
+
+
+def _check_entry(param: Tensor, name: str, route: str, entry: Mapping[str, Any] | None) -> None:
+    if entry is None:
+        raise ConfigurationError(f"the state dict holds no optimizer state of {name!r}")
+    for key in _STATE_KEYS[route]:
+        if key not in entry:
+            raise ConfigurationError(f"the state dict has no {key!r} for {name!r}, which is on the {route} route")
+        value = entry[key]
+        if key == "step":
+            continue
+        if value.shape != param.shape:
+            raise ConfigurationError(f"{key!r} of {name!r} has shape {tuple(value.shape)}, wanted {tuple(param.shape)}")
+        if isinstance(param, DTensor) and not isinstance(value, DTensor):
+            raise ConfigurationError(
+                f"{key!r} of {name!r} is a plain tensor but the parameter is distributed: load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which distributes it"
+            )
+
+
+def restore_precision(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """Undo what ``torch.optim.Optimizer.load_state_dict`` does to values that do not follow the parameter.
+
+    It casts floating-point state to the parameter's dtype, which would round the fp32 momentum of a bf16 parameter, and
+    leaves ``step`` on whichever device it was saved from, where reading it would synchronise.
+    """
+    keys = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
+    for group in groups:
+        for param in group["params"]:
+            saved = state_dict["state"][next(keys)]
+            entry = state[param]
+            if group["route"] == "muon":
+                entry["momentum_buffer"] = saved["momentum_buffer"].to(device=param.device, dtype=momentum_dtype(param))
+            else:
+                entry["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu")

@@ -1,0 +1,27 @@
+"""Arguments of the public signature whose mode does not exist: their default is accepted, anything else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["require_defaults"]
+
+_UNBUILT: Final[Mapping[str, tuple[object, str]]] = {
+    "record_step_profile": (False, "step timings; profile step() with torch.profiler"),
+    "group_prepare_ahead": (True, "preparing gradients late; they are complete when backward() returns"),
+    "tp_distributed_gram": (False, "tensor parallelism"),
+    "tp_distributed_gram_policy": ("beneficial", "tensor parallelism"),
+    "tp_distributed_gram_max_factor_to_scatter_ratio": (0.5, "tensor parallelism"),
+    "post_step_prefetch_groups": (0, "prefetch after the step; see forward_prefetch_depth"),
+    "post_step_prefetch_sharded_adamw": (False, "the sharded_adamw route"),
+    "sharded_adamw_unshard_separate_stream": (False, "the sharded_adamw route"),
+}
+
+
+def require_defaults(**arguments: object) -> None:
+    """Raise ``NotImplementedError`` naming the first of ``arguments`` that is not at its default."""
+    for name, value in arguments.items():
+        default, mode = _UNBUILT[name]
+        if value != default:
+            raise NotImplementedError(f"Muon({name}={value!r}) is not built ({mode}): leave it at {default!r}")

@@ -1,0 +1,137 @@
+"""How a stored parameter decomposes into the logical matrices that Newton-Schulz works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dmuon_hf.core.errors import ConfigurationError
+
+__all__ = ["MatrixSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSpec:
+    """The logical ``(out, in)`` matrices inside one stored 2-D parameter.
+
+    The rows of the stored matrix are ``groups`` equal blocks, and every block consists of ``sections`` in order.
+    Logical matrix ``j`` collects section ``j`` of every block and has shape ``(groups * sections[j], in)``. The
+    stored layout never changes.
+
+    Examples:
+        A plain linear layer: ``MatrixSpec()``. GPT-2's ``Conv1D``, stored ``(in, out)``:
+            ``MatrixSpec(transposed=True)``. Phi-3's
+        ``qkv_proj``: ``MatrixSpec(sections=(q_rows, k_rows, v_rows))``. Qwen3-Next's ``q_proj``, query and gate per
+            head: ``MatrixSpec(groups=heads, sections=(head_dim, head_dim))``.
+
+    Attributes:
+        groups: number of equal row blocks; more than one needs ``sections``.
+        sections: rows of each section of one block, or None for one logical matrix, the whole.
+        transposed: the parameter is stored as ``(in, out)``; rows are counted in the ``(out, in)`` orientation all
+            the same.
+    """
+
+    groups: int = 1
+    sections: tuple[int, ...] | None = None
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigurationError(f"groups must be at least 1, got {self.groups}")
+        if self.sections is None:
+            if self.groups != 1:
+                raise ConfigurationError(
+                    f"groups={self.groups} has no effect without sections: give the rows of each section"
+                )
+            return
+        object.__setattr__(self, "sections", tuple(int(rows) for rows in self.sections))
+        if not self.sections or min(self.sections) < 1:
+            raise ConfigurationError(f"sections must be positive row counts, got {self.sections}")
+
+    @property
+    def count(self) -> int:
+        """Number of logical matrices."""
+        return 1 if self.sections is None else len(self.sections)
+
+    def validate(self, shape: Sequence[int]) -> None:
+        """Raise if a parameter of this stored shape cannot hold the matrices that the spec describes.
+
+        Raises:
+            ConfigurationError: not a matrix, or rows that do not add up.
+            NotImplementedError: a stack of matrices (3-D, experts).
+        """
+        if len(shape) > 2:
+            raise NotImplementedError(
+                f"a parameter of shape {tuple(shape)} is a stack of matrices (experts), which Muon does not take yet: "
+                "leave it out of the predicate, so that AdamW trains it"
+            )
+        if len(shape) != 2 or 0 in shape:
+            raise ConfigurationError(f"a parameter of shape {tuple(shape)} is no matrix: leave it to AdamW")
+        rows = shape[1] if self.transposed else shape[0]
+        if self.sections is not None and self.groups * sum(self.sections) != rows:
+            raise ConfigurationError(
+                f"{self.groups} x {self.sections} makes {self.groups * sum(self.sections)} rows, but a parameter of "
+                f"shape {tuple(shape)}{' (stored transposed)' if self.transposed else ''} has {rows}"
+            )
+
+    def logical_shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """The ``(out, in)`` shape of each logical matrix of a parameter of stored ``shape``."""
+        self.validate(shape)
+        rows, columns = (shape[1], shape[0]) if self.transposed else (shape[0], shape[1])
+        if self.sections is None:
+            return [(rows, columns)]
+        return [(self.groups * section, columns) for section in self.sections]
+
+    def split(self, stored: torch.Tensor) -> list[torch.Tensor]:
+        """The logical matrices of a stored parameter, ``(out, in)`` each: views, or copies where groups interleave."""
+        self.validate(stored.shape)
+        matrix = stored.mT if self.transposed else stored
+        if self.sections is None:
+            return [matrix]
+        if self.groups == 1:
+            return list(matrix.split(self.sections, dim=0))
+        blocks = matrix.unflatten(0, (self.groups, sum(self.sections)))
+        return [section.flatten(0, 1) for section in blocks.split(self.sections, dim=1)]
+
+    def merge(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The stored parameter made of the logical matrices, the inverse of :meth:`split`. Always a new tensor."""
+        self._check_count(matrices)
+        rows, columns = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+        stored = matrices[0].new_empty((columns, rows) if self.transposed else (rows, columns))
+        self.write(stored, matrices)
+        return stored
+
+    def write(self, stored: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
+        """Copy the logical matrices into a stored parameter, in place, casting to its dtype."""
+        self._check_count(matrices)
+        shapes = [tuple(matrix.shape) for matrix in matrices]
+        if shapes != self.logical_shapes(stored.shape):
+            raise ConfigurationError(f"logical matrices of shapes {shapes} do not fill {tuple(stored.shape)} as {self}")
+        target = stored.mT if self.transposed else stored
+        if self.sections is None:
+            target.copy_(matrices[0])
+            return
+        blocks = target.unflatten(0, (self.groups, sum(self.sections)))
+        for section, matrix in zip(blocks.split(self.sections, dim=1), matrices, strict=True):
+            section.copy_(matrix.unflatten(0, (self.groups, -1)))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, read back by :meth:`from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> MatrixSpec:
+        """Inverse of :meth:`to_json`."""
+        sections = data["sections"]
+        return cls(
+            groups=data["groups"],
+            sections=None if sections is None else tuple(sections),
+            transposed=data["transposed"],
+        )
+
+    def _check_count(self, matrices: Sequence[torch.Tensor]) -> None:
+        if len(matrices) != self.count:
+            raise ConfigurationError(f"{self} has {self.count} logical matrices, got {len(matrices)}")

@@ -1,0 +1,185 @@
+"""From a plan to a running model: owned parameters into the modules, units onto their boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+from ..mesh import Topology
+from ..plan import ParamEntry, Plan
+from .comm_context import DedicatedCommContext
+from .dedicated import DedicatedParam
+from .layout import PackedLayout
+from .owned_tensor import OwnedTensor
+from .placement import OwnerBroadcast
+from .reduction import OwnerReduction
+from .runtime import Runtime
+from .unit import Unit
+
+__all__ = ["RuntimeOptions", "Target", "build_runtime"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter that is to be dedicated: the object, every ``(module, attribute)`` that holds it, and its boundary."""
+
+    param: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+    boundary: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """How units move weights and gradients.
+
+    Attributes:
+        compute_dtype: Dtype of whole weights and of their wire; ``None`` is the parameter's own.
+        master_dtype: Dtype of what the owner keeps and updates; ``None`` is the parameter's own.
+        reshard_after_forward: Free whole weights between forward and backward (Z3) or keep them (Z2).
+        delay_second_stage: Let the replicate stage of the HSDP reduction run on until the end of the pass.
+        source_rank: Data-parallel rank whose values count where the others hold none yet; ``None``: the owner's.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    delay_second_stage: bool = True
+    source_rank: int | None = None
+
+
+def build_runtime(
+    root: nn.Module, plan: Plan, targets: Mapping[str, Target], topology: Topology, options: RuntimeOptions
+) -> Runtime:
+    """Install owned parameters, build the units and register their hooks. Every rank calls it with the same plan.
+
+    Args:
+        root: The model.
+        plan: Entries in model order.
+        targets: By entry name.
+        topology: Where this rank stands.
+        options: See :class:`RuntimeOptions`.
+    """
+    context = DedicatedCommContext(topology.device, topology.replicate_group)
+    if topology.is_distributed:
+        _check_dtypes(plan, options)
+    params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
+    units = (
+        [
+            _build_unit(name, index, plan, params, targets, topology, context, options)
+            for index, name in enumerate(plan.units)
+        ]
+        if topology.is_distributed
+        else []
+    )
+    runtime = Runtime(
+        topology=topology,
+        plan=plan,
+        params=list(params.values()),
+        units=units,
+        context=context,
+        delay_second_stage=options.delay_second_stage,
+    )
+    runtime.register_hooks(root)
+    return runtime
+
+
+def _check_dtypes(plan: Plan, options: RuntimeOptions) -> None:
+    if options.compute_dtype is not None:
+        return
+    for unit in plan.units:
+        dtypes = {entry.dtype for entry in plan.unit_entries(unit)}
+        if len(dtypes) > 1:
+            raise ConfigurationError(
+                f"the parameters of unit {unit!r} have several dtypes {sorted(map(str, dtypes))} and travel in one buffer: pass "
+                "compute_dtype to dedicate_params"
+            )
+
+
+def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: RuntimeOptions) -> DedicatedParam:
+    param = target.param
+    if topology.mesh is not None:
+        shape = torch.Size(entry.shape)
+        owner = topology.flat_rank(entry.owner)
+        local = _initial_local(entry, param, owner, topology, options)
+        owned = OwnedTensor.from_local(local, topology.mesh, owner=owner, shape=shape)
+        param = nn.Parameter(owned, requires_grad=target.param.requires_grad)
+    dedicated = DedicatedParam(
+        name=entry.name,
+        aliases=entry.aliases,
+        param=param,
+        places=target.places,
+        spec=entry.spec,
+        owner=entry.owner,
+        unit=entry.unit,
+        hsdp=topology.is_hsdp,
+    )
+    dedicated.install(param)
+    return dedicated
+
+
+@torch.no_grad()
+def _initial_local(
+    entry: ParamEntry, param: nn.Parameter, owner: int, topology: Topology, options: RuntimeOptions
+) -> Tensor:
+    """What this rank keeps of a parameter: the matrix on its owner, no rows elsewhere."""
+    dtype = options.master_dtype or entry.dtype
+    is_owner = topology.slot == entry.owner
+    value: Tensor = param.detach()
+    if options.source_rank is not None and topology.size > 1:
+        if value.is_meta:
+            value = torch.empty(entry.shape, dtype=entry.dtype, device=topology.device)
+        value = value.to(topology.device).contiguous()
+        dist.broadcast(value, group=topology.flat_group, group_src=options.source_rank)
+    if not is_owner:
+        return torch.empty((0, *entry.shape[1:]), dtype=dtype, device=topology.device)
+    if value.is_meta:
+        raise ConfigurationError(
+            f"{entry.name} is on the meta device: materialise the model before dedicate_params, or load it on the first rank"
+        )
+    value = value.to(device=topology.device, dtype=dtype).contiguous()
+    shares_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
+    return value.clone() if shares_more else value
+
+
+def _build_unit(
+    name: str,
+    index: int,
+    plan: Plan,
+    params: Mapping[str, DedicatedParam],
+    targets: Mapping[str, Target],
+    topology: Topology,
+    context: DedicatedCommContext,
+    options: RuntimeOptions,
+) -> Unit:
+    entries: Sequence[ParamEntry] = plan.unit_entries(name)
+    layout = PackedLayout.build(
+        [torch.Size(entry.shape) for entry in entries],
+        [entry.owner for entry in entries],
+        shard_size=topology.shard_size,
+        replicate_size=topology.replicate_size,
+    )
+    ordered = [params[entries[i].name] for i in layout.order]
+    compute_dtype = options.compute_dtype or options.master_dtype or entries[0].dtype
+    # Sums of many ranks and micro-batches are kept in fp32 whatever the weights travel in.
+    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
+    return Unit(
+        name=name,
+        index=index,
+        module=targets[entries[0].name].boundary,
+        params=ordered,
+        layout=layout,
+        topology=topology,
+        context=context,
+        placement=OwnerBroadcast(
+            layout=layout, params=ordered, topology=topology, context=context, dtype=compute_dtype
+        ),
+        reduction=OwnerReduction(layout=layout, topology=topology, context=context, dtype=reduce_dtype),
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=options.reshard_after_forward,
+    )

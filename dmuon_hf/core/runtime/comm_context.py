@@ -1,0 +1,46 @@
+"""Streams and groups shared by all units of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ..device import DeviceHandle
+
+__all__ = ["DedicatedCommContext"]
+
+
+class DedicatedCommContext:
+    """Side streams for the runtime's collectives, and the replicate group of an HSDP mesh.
+
+    Attributes:
+        broadcast_stream: High priority; gathers weights over the shard dimension.
+        reduce_stream: High priority; reduces gradients over the shard dimension.
+        replicate_reduce_stream: Second stage of the HSDP gradient reduction. Apart from the publish, so that a large
+            reduction does not stand in front of the weights the next forward waits for.
+        replicate_broadcast_stream: Publish of updated weights over the replicate dimension.
+        replicate_group: Group over the replicate dimension, ``None`` on a 1-D mesh.
+
+    On the CPU the streams are no-ops. Normally built by :func:`dmuon_hf.core.dedicate_params`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        replicate_group: ProcessGroup | None = None,
+        *,
+        tp_buffer_reuse: bool | str = False,
+        replicate_broadcast_bucket_mb: float = 0.0,
+    ) -> None:
+        if tp_buffer_reuse is not False:
+            raise NotImplementedError("tp_buffer_reuse belongs to tensor parallelism, which is not built")
+        if replicate_broadcast_bucket_mb != 0.0:
+            raise NotImplementedError("replicate_broadcast_bucket_mb: only 0 (one publish per unit) is built")
+        self.device = DeviceHandle(device)
+        self.replicate_group = replicate_group
+        self.broadcast_stream: Any = self.device.new_stream(high_priority=True)
+        self.reduce_stream: Any = self.device.new_stream(high_priority=True)
+        self.replicate_reduce_stream: Any = self.device.new_stream(high_priority=False)
+        self.replicate_broadcast_stream: Any = self.device.new_stream(high_priority=False)

@@ -1,0 +1,93 @@
+"""One dedicated parameter as the runtime, the optimizer and the diagnostics see it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..plan import MatrixSpec
+from .owned_tensor import Content, OwnedTensor
+
+__all__ = ["DedicatedParam", "Version"]
+
+# [Note: generations and epochs] in states.py: the content object and the number it showed.
+Version = tuple[Content, int]
+
+
+class DedicatedParam:
+    """A matrix with one owner.
+
+    Attributes:
+        name: Canonical name in the model.
+        aliases: Further canonical names of the same parameter (tied weights).
+        param: What the module holds outside its forward: an ``nn.Parameter`` that is an :class:`OwnedTensor`, or a plain
+            one in a single process without a process group.
+        spec: How the stored tensor decomposes into logical ``(out, in)`` matrices.
+        owner: Owner slot ``(shard, replicate)``.
+        unit: Name of the hook boundary.
+    """
+
+    __slots__ = ("_hsdp", "aliases", "name", "owner", "param", "places", "spec", "unit")
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        aliases: tuple[str, ...],
+        param: nn.Parameter,
+        places: tuple[tuple[nn.Module, str], ...],
+        spec: MatrixSpec,
+        owner: tuple[int, int],
+        unit: str,
+        hsdp: bool,
+    ) -> None:
+        self.name = name
+        self.aliases = aliases
+        self.param = param
+        self.places = places
+        self.spec = spec
+        self.owner = owner
+        self.unit = unit
+        self._hsdp = hsdp
+
+    @property
+    def shape(self) -> torch.Size:
+        """Global shape, on every rank."""
+        return self.param.shape
+
+    @property
+    def numel(self) -> int:
+        """Global number of elements, on every rank."""
+        return self.param.numel()
+
+    @property
+    def is_owner(self) -> bool:
+        return self.param.is_owner if isinstance(self.param, OwnedTensor) else True
+
+    @property
+    def owner_rank(self) -> int | tuple[int, int]:
+        """Owner as the rank in the shard mesh (1-D) or as ``(shard, replicate)`` (HSDP)."""
+        return self.owner if self._hsdp else self.owner[0]
+
+    @property
+    def owner_shard(self) -> int:
+        return self.owner[0]
+
+    @property
+    def master(self) -> Tensor:
+        """The local tensor that the optimizer updates: the whole matrix on the owner, zero rows elsewhere."""
+        return self.param._local_tensor if isinstance(self.param, OwnedTensor) else self.param.detach()
+
+    @property
+    def version(self) -> Version:
+        """What the current content is called; equal on all ranks while they run the same program."""
+        assert isinstance(self.param, OwnedTensor)
+        return (self.param.content, self.param.content.version)
+
+    def install(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` into every module slot of this weight."""
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+
+    def __repr__(self) -> str:
+        return f"DedicatedParam({self.name}, shape={tuple(self.shape)}, owner={self.owner_rank})"

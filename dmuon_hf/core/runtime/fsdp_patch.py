@@ -1,0 +1,71 @@
+"""What FSDP2 must know about dedicated parameters: leave them alone, and pass on when gradients are to be synchronised.
+
+Both patches do nothing for models without dedicated parameters. Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from .owned_tensor import OwnedTensor
+
+__all__ = ["install_patch", "is_patched", "uninstall_patch"]
+
+SYNC_LISTENER = "_dmuon_set_requires_sync"
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install_patch() -> None:
+    """Make ``fully_shard`` skip dedicated parameters. Runs on import of :mod:`dmuon_hf.core`; safe to repeat.
+
+    Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever accumulates
+    gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way.
+    """
+    if _originals:
+        return
+    managed = _fsdp_init._get_managed_states
+    set_sync = FSDPModule.set_requires_gradient_sync
+
+    def get_managed_states(
+        modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None
+    ) -> tuple[list[nn.Parameter], list[Any]]:
+        dedicated = {
+            parameter
+            for module in modules
+            for parameter in module.parameters(recurse=False)
+            if isinstance(parameter, OwnedTensor)
+        }
+        return managed(modules, (ignored_params or set()) | dedicated if dedicated else ignored_params)
+
+    def set_requires_gradient_sync(
+        self: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        set_sync(self, requires_gradient_sync, recurse=recurse)
+        assert isinstance(self, nn.Module)
+        for module in self.modules() if recurse else (self,):
+            listener = module.__dict__.get(SYNC_LISTENER)
+            if listener is not None:
+                listener(requires_gradient_sync)
+
+    _originals["managed"] = managed
+    _originals["set_sync"] = set_sync
+    _fsdp_init._get_managed_states = get_managed_states
+    FSDPModule.set_requires_gradient_sync = set_requires_gradient_sync  # type: ignore[method-assign]
+
+
+def uninstall_patch() -> None:
+    """Give torch its own functions back. Models dedicated before keep working as long as they are not sharded again."""
+    if not _originals:
+        return
+    _fsdp_init._get_managed_states = _originals.pop("managed")
+    FSDPModule.set_requires_gradient_sync = _originals.pop("set_sync")  # type: ignore[method-assign]
+
+
+def is_patched() -> bool:
+    return bool(_originals)

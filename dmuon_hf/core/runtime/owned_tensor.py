@@ -1,0 +1,473 @@
+"""A DTensor whose whole content lies on one rank of its mesh.
+
+`OwnedTensor` is what a dedicated parameter, its gradient and its optimizer state are between passes: the global
+    shape on every rank, the values on the owner, zero rows elsewhere. It declares the placement ``Shard(0)``, which
+    is true but for the cut (all rows on one rank), so that code which sorts tensors by mesh and placement treats it
+    as one more sharded DTensor.
+
+Operators run on the local tensors and never redistribute. Those that would need values a rank does not have are refused
+(see :mod:`.owned_ops`) and name ``full_tensor()`` as the way round.
+
+[Note: content versions] All handles of one storage (``detach()``, ``.data``, the ``nn.Parameter`` itself) share one
+`Content`. Every operator that writes bumps its version, on every rank, since the same program runs on every rank. A
+gathered copy of a weight is valid only while the version it was taken at is the current one. Code that writes
+``to_local()`` directly bypasses the dispatcher and must call ``tensor.content.bump()``, on every rank of the mesh
+and not on the owner alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_map
+
+from dmuon_hf.core.errors import ConfigurationError, DMuonError
+from dmuon_hf.core.runtime.owned_ops import (
+    is_elementwise,
+    is_foreach,
+    is_owner_scalar,
+    is_view,
+    mutated_arguments,
+)
+
+__all__ = ["Content", "OwnedTensor"]
+
+aten = torch.ops.aten
+_Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
+
+
+class Content:
+    """The identity of one storage: a count of the writes to it, shared by all its handles."""
+
+    __slots__ = ("version",)
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+    def bump(self) -> None:
+        """Record a write. To be called on every rank of the mesh."""
+        self.version += 1
+
+    def __repr__(self) -> str:
+        return f"Content(version={self.version})"
+
+
+class OwnedTensor(DTensor):
+    """A DTensor on a 1-D mesh whose values lie on one rank, the owner; the other ranks hold zero rows.
+
+    Made with :meth:`from_local`. ``shape`` and ``dtype`` are global and equal on all ranks, ``to_local()`` is the
+    whole tensor on the owner and has shape ``(0, *shape[1:])`` elsewhere. Elementwise operators,
+    ``torch._foreach_*``, norms, whole-tensor statistics, the torch optimizers, GradScaler and distributed
+    checkpoints work on it. Elementwise ones need no communication; norms and statistics are collectives over the
+    mesh. Anything else raises NotImplementedError.
+    """
+
+    __slots__ = ("_content", "_is_owner", "_owner")
+
+    _owner: int
+    _is_owner: bool
+    _content: Content
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        *,
+        owner: int,
+        shape: Sequence[int],
+        requires_grad: bool = False,
+    ) -> OwnedTensor:
+        """Wrap this rank's part, without copying and without communication. Called on every rank of ``mesh``.
+
+        Args:
+            local: on the owner the whole tensor, contiguous, of ``shape``; elsewhere an empty one of shape ``(0,
+                *shape[1:])``.
+            mesh: a 1-D mesh (flatten an HSDP mesh first).
+            owner: rank within ``mesh`` that holds the values.
+            shape: global shape, at least one dimension.
+            requires_grad: whether the result is a leaf that requires a gradient.
+
+        Raises:
+            ConfigurationError: for a mesh that is not 1-D, an owner outside it, or a local tensor of the wrong form.
+        """
+        if mesh.ndim != 1:
+            raise ConfigurationError(
+                f"an owned tensor needs a 1-D mesh, got {mesh.ndim} dimensions: pass mesh._flatten()"
+            )
+        if not 0 <= owner < mesh.size():
+            raise ConfigurationError(f"owner {owner} is not a rank of a mesh of {mesh.size()} ranks")
+        is_owner = mesh.get_local_rank() == owner
+        if not shape:
+            raise ConfigurationError("an owned tensor has at least one dimension")
+        expected = tuple(shape) if is_owner else (0, *shape[1:])
+        if tuple(local.shape) != expected:
+            role = f"the owner, rank {owner}," if is_owner else f"a rank other than the owner {owner}"
+            raise ConfigurationError(f"{role} must hold a local tensor of shape {expected}, got {tuple(local.shape)}")
+        if not local.is_contiguous():
+            raise ConfigurationError("the local tensor must be contiguous: call .contiguous() first")
+        return _make(local.detach(), _spec(mesh, shape, local.dtype), owner, is_owner, Content(), requires_grad)
+
+    @property
+    def owner(self) -> int:
+        """Rank, within the 1-D mesh, that holds the values."""
+        return self._owner
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank holds the values."""
+        return self._is_owner
+
+    @property
+    def content(self) -> Content:
+        """The write counter shared by all handles of this storage; see [Note: content versions]."""
+        return self._content
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Broadcast the values from the owner. A collective: called on every rank of the mesh.
+
+        Returns a plain tensor of the global shape that shares nothing with this one, detached from autograd.
+        """
+        if grad_placements is not None:
+            raise NotImplementedError(
+                "full_tensor() of an owned tensor is not differentiable: leave grad_placements out"
+            )
+        local = self._local_tensor.detach()
+        if local.is_meta:
+            return local.new_empty(self.shape)
+        whole = local.clone() if self._is_owner else local.new_empty(self.shape)
+        # A byte view: one-byte types such as float8 are not known to every backend.
+        wire = whole.view(torch.uint8) if whole.element_size() == 1 else whole
+        dist.broadcast(wire, group=self.device_mesh.get_group(), group_src=self._owner)
+        return whole
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Return a replicated DTensor of the values, or this tensor itself for its own placements.
+
+        A collective over the mesh unless the placements are its own. The broadcast is awaited whatever ``async_op``
+        says.
+
+        Raises:
+            NotImplementedError: for any other target; use ``distribute_tensor(tensor.full_tensor(), mesh,
+                placements)``.
+        """
+        mesh = device_mesh if device_mesh is not None else self.device_mesh
+        target = tuple(placements) if placements is not None else (Replicate(),)
+        if forward_dtype is not None or backward_dtype is not None:
+            raise NotImplementedError(
+                "redistribute() of an owned tensor changes no dtype: call .to(dtype) on the result"
+            )
+        if mesh == self.device_mesh and target == self.placements:
+            return self
+        if mesh == self.device_mesh and all(placement.is_replicate() for placement in target):
+            return _replicated(self.full_tensor(), mesh)
+        raise NotImplementedError(
+            f"an owned tensor can only be redistributed to Replicate() on its own mesh, not to {target}: "
+            "use distribute_tensor(tensor.full_tensor(), mesh, placements)"
+        )
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A handle of the same storage that is detached from autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise DMuonError("assigning .data would detach an owned tensor from its storage: use tensor.copy_(value)")
+
+    # Distributed checkpoints: the owner alone writes and reads one chunk that covers the whole tensor.
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        if not self._is_owner:
+            return []
+        chunk = ChunkStorageMetadata(offsets=torch.Size([0] * self.ndim), sizes=self.shape)
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties.create_from_tensor(self._local_tensor), size=self.shape
+        )
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Called on every rank of the mesh when a load is planned, and the load then writes the owner's storage behind
+        # the dispatcher: the only place where all ranks learn of it.
+        self._content.bump()
+        return [ChunkStorageMetadata(offsets=torch.Size([0] * self.ndim), sizes=self.shape)] if self._is_owner else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._local_tensor
+
+    # Wrapper-subclass protocol, copying and printing.
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self._spec, self._owner, self._is_owner, self._content, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> OwnedTensor:
+        spec, owner, is_owner, content, requires_grad = flatten_spec
+        return _make(inner_tensors["_local_tensor"], spec, owner, is_owner, content, requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTensor:
+        if id(self) in memo:
+            return cast(OwnedTensor, memo[id(self)])
+        if not self.is_leaf:
+            raise DMuonError("only leaf tensors can be deep-copied: call .detach() first")
+        local = self._local_tensor.detach().clone()
+        content = Content(self._content.version + 1)
+        duplicate = _make(local, self._spec, self._owner, self._is_owner, content, self.requires_grad)
+        memo[id(self)] = duplicate
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))  # `_is_param` makes it an nn.Parameter
+        if self.grad is not None:
+            duplicate.grad = copy.deepcopy(self.grad, memo)
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DMuonError(
+            "an owned tensor cannot be pickled, since only its owner has the values: save tensor.full_tensor(), a full "
+            "state dict (get_model_state_dict), or use torch.distributed.checkpoint"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"OwnedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self._local_tensor.device}, "
+            f"owner={self._owner}, is_owner={self._is_owner}, version={self._content.version})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        run = _SPECIAL.get(func) or _by_kind(func)
+        if run is None:
+            raise NotImplementedError(
+                f"{func} is not defined on an owned tensor, whose values lie on one rank: gather it first with "
+                "tensor.full_tensor(), or work on tensor.to_local() on the owner"
+            )
+        result = run(func, args, kwargs)
+        for content in {id(t): t._content for t in mutated_arguments(func, args, kwargs) if _owned(t)}.values():
+            content.bump()
+        return result
+
+
+def _owned(value: object) -> TypeGuard[OwnedTensor]:
+    return isinstance(value, OwnedTensor)
+
+
+def _spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def _make(
+    local: torch.Tensor, spec: DTensorSpec, owner: int, is_owner: bool, content: Content, requires_grad: bool = False
+) -> OwnedTensor:
+    tensor = cast(OwnedTensor, OwnedTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad))
+    tensor._owner = owner
+    tensor._is_owner = is_owner
+    tensor._content = content
+    return tensor
+
+
+def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+
+
+def _like(local: torch.Tensor, reference: OwnedTensor, content: Content) -> OwnedTensor:
+    spec = reference._spec
+    if local.dtype != reference.dtype:
+        spec = _spec(reference.device_mesh, reference.shape, local.dtype)
+    return _make(local, spec, reference._owner, reference._is_owner, content)
+
+
+def _by_kind(func: OpOverload) -> _Operator | None:
+    if is_elementwise(func):
+        return _elementwise
+    if is_foreach(func):
+        return _foreach
+    if is_owner_scalar(func):
+        return _owner_scalar
+    return None
+
+
+def _local_argument(func: OpOverload, value: Any, reference: OwnedTensor) -> Any:
+    """The local part of one argument beside ``reference``; refuses what does not line up with it."""
+    if isinstance(value, OwnedTensor):
+        if (
+            value._owner == reference._owner
+            and value.shape == reference.shape
+            and value.device_mesh == reference.device_mesh
+        ):
+            return value._local_tensor
+        raise DMuonError(f"{func}: owned tensors differ in owner, shape or mesh: {reference} and {value}")
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim == 0:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    raise DMuonError(
+        f"{func} mixes {reference} with a {type(value).__name__} of shape {tuple(value.shape)}: gather the owned one "
+        "with full_tensor(), or copy the other into an owned tensor with copy_()"
+    )
+
+
+def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local tensors; a result has the layout of the arguments."""
+    flat = torch.utils._pytree.tree_leaves((args, kwargs))
+    owned = [value for value in flat if isinstance(value, OwnedTensor)]
+    local_args, local_kwargs = tree_map(lambda value: _local_argument(func, value, owned[0]), (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return next(iter(mutated_arguments(func, args, kwargs)))
+    content = owned[0]._content if is_view(func) else Content(1 + max(tensor._content.version for tensor in owned))
+    return _like(result, owned[0], content)
+
+
+def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Run the indices that hold owned tensors on their local tensors and leave the others to torch."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and len(value) > 0]
+    count = len(lists[0])
+    owned: dict[int, OwnedTensor] = {}
+    for i, items in enumerate(zip(*lists, strict=True)):
+        owned.update((i, item) for item in items if _owned(item))
+    others = [i for i in range(count) if i not in owned]
+
+    def local(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [_local_argument(func, value[i], reference) for i, reference in owned.items()] if value else []
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value[list(owned)] if _has_one_per_index(value, count) else value
+
+    def remaining(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [value[i] for i in others] if value else []
+        return value[others] if _has_one_per_index(value, count) else value
+
+    results: dict[int, torch.Tensor] = {}
+    values = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    for (i, reference), value in zip(owned.items(), values or (), strict=False):
+        results[i] = _like(value, reference, Content(1 + reference._content.version))
+    if others:
+        values = func(*map(remaining, args), **{name: remaining(value) for name, value in kwargs.items()})
+        results.update(zip(others, values or (), strict=False))
+    return None if func._schema.is_mutable else [results[i] for i in range(count)]
+
+
+def _has_one_per_index(value: Any, count: int) -> bool:
+    """Whether a foreach argument is a 1-D tensor of scalars, as ``_foreach_addcdiv_.Tensor`` takes them."""
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == count
+
+
+def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``copy_``: the owner takes the values of a plain full tensor, or of a DTensor of any layout.
+
+    A collective when the source is distributed otherwise than the destination.
+    """
+    destination, source, *rest = args
+    if not isinstance(destination, OwnedTensor):
+        raise DMuonError(f"copy_ into a {type(destination).__name__} from an owned tensor: pass source.full_tensor()")
+    if source.ndim > 0 and source.shape != destination.shape:
+        raise DMuonError(
+            f"copy_: source of shape {tuple(source.shape)} into {destination}: every rank passes the whole tensor"
+        )
+    if isinstance(source, OwnedTensor) and (source._owner, source.device_mesh) == (
+        destination._owner,
+        destination.device_mesh,
+    ):
+        source = source._local_tensor
+    elif isinstance(source, DTensor):
+        source = source.full_tensor()
+    if destination._is_owner:
+        func(destination._local_tensor, source, *rest, **kwargs)
+    return destination
+
+
+def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    destinations, sources, *rest = args
+    for destination, source in zip(destinations, sources, strict=True):
+        if _owned(destination) or _owned(source):
+            _copy(aten.copy_.default, (destination, source, *rest), kwargs)
+        else:
+            destination.copy_(source, *rest, **kwargs)
+
+
+def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A statistic of the whole tensor: the owner computes it and broadcasts one element."""
+    tensor = args[0]
+    outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
+    if outline.ndim > 0:
+        raise NotImplementedError(
+            f"{func} along single dimensions of an owned tensor: gather it with full_tensor() first"
+        )
+    local = tensor._local_tensor
+    value = func(local, *args[1:], **kwargs) if tensor._is_owner else local.new_empty((), dtype=outline.dtype)
+    wire = value.view(torch.uint8) if value.element_size() == 1 else value
+    dist.broadcast(wire, group=tensor.device_mesh.get_group(), group_src=tensor._owner)
+    return _replicated(value, tensor.device_mesh)
+
+
+def _as_sharded(tensor: OwnedTensor, order: float) -> DTensor:
+    """The same values as a plain DTensor whose per-rank norms combine to the norm of the whole."""
+    local = tensor._local_tensor
+    if order < 0:
+        raise NotImplementedError(f"norm of order {order} of an owned tensor: gather it with full_tensor() first")
+    if math.isinf(order) and local.shape[0] == 0:
+        local = local.new_zeros(
+            (1, *local.shape[1:])
+        )  # the maximum over no rows is not defined; over a zero row it is 0
+    return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=False)
+
+
+def _vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Norm of the whole tensor as a partial DTensor: torch reduces all norms of a model in one collective."""
+    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    if keepdim or (dim is not None and len(dim) != tensor.ndim):
+        raise NotImplementedError("norm along single dimensions of an owned tensor: gather it with full_tensor() first")
+    return cast(DTensor, func(_as_sharded(tensor, order), order, dtype=kwargs.get("dtype")))
+
+
+def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    tensors = [_as_sharded(tensor, order) if isinstance(tensor, OwnedTensor) else tensor for tensor in args[0]]
+    return cast("list[torch.Tensor]", func(tensors, *args[1:], **kwargs))
+
+
+def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's check: unscale in place and agree over the mesh on whether any gradient is not finite."""
+    gradients, found_inf, inverse_scale = args
+    others = [tensor for tensor in gradients if not _owned(tensor)]
+    owned = [tensor for tensor in gradients if _owned(tensor)]
+    if others:
+        func(others, found_inf, inverse_scale)
+    func([tensor._local_tensor for tensor in owned], found_inf, inverse_scale)
+    for mesh in {id(mesh): mesh for mesh in (tensor.device_mesh for tensor in owned)}.values():
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group())
+
+
+_SPECIAL: dict[OpOverload, _Operator] = {
+    aten.copy_.default: _copy,
+    aten._foreach_copy_.default: _foreach_copy,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

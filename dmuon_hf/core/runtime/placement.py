@@ -1,0 +1,93 @@
+"""How the weights of a unit become whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..mesh import Topology
+from .collectives import InFlight, broadcast_segments, issue_on
+from .comm_context import DedicatedCommContext
+from .dedicated import DedicatedParam, Version
+from .layout import PackedLayout
+from .publish import ColumnCopy
+
+__all__ = ["OwnerBroadcast", "WeightPlacement"]
+
+
+class WeightPlacement(Protocol):
+    """Fills a unit's packed buffer with whole weights."""
+
+    def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
+        """Issue what brings the weights named by ``versions`` into ``buffer``. Collective over the shard group."""
+        ...
+
+    def publish(self, versions: tuple[Version, ...]) -> None:
+        """Bring updated weights to where :meth:`gather` reads them. Collective over the replicate group."""
+        ...
+
+    def finish_publish(self) -> None:
+        """Order the reader after the last publish."""
+        ...
+
+
+class OwnerBroadcast:
+    """Each owner broadcasts its bucket: from its masters on a 1-D mesh, from the published column copy under HSDP."""
+
+    def __init__(
+        self,
+        *,
+        layout: PackedLayout,
+        params: Sequence[DedicatedParam],
+        topology: Topology,
+        context: DedicatedCommContext,
+        dtype: torch.dtype,
+    ) -> None:
+        assert topology.shard_group is not None
+        self._layout = layout
+        self._topology = topology
+        self._context = context
+        self._own = layout.owned_by(topology.slot)
+        self._own_params = [params[i] for i in self._own]
+        self._column = (
+            ColumnCopy(layout=layout, params=params, topology=topology, context=context, dtype=dtype)
+            if topology.is_hsdp
+            else None
+        )
+
+    @torch.no_grad()
+    def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
+        if self._column is not None:
+            if not self._column.is_current(versions):
+                self._column.publish(versions)
+            self._column.wait()
+        layout, topology = self._layout, self._topology
+
+        def issue() -> list[object]:
+            self._copy_in(buffer)
+            if topology.shard_size == 1:
+                return []
+            sources = [shard for shard, segment in enumerate(layout.shard_segments) if segment.numel]
+            segments = [layout.shard_segments[shard].of(buffer) for shard in sources]
+            assert topology.shard_group is not None
+            return broadcast_segments(segments, sources, topology.shard_group)
+
+        return issue_on(self._context.device, self._context.broadcast_stream, [buffer], issue)
+
+    def publish(self, versions: tuple[Version, ...]) -> None:
+        if self._column is not None and not self._column.is_current(versions):
+            self._column.publish(versions)
+
+    def finish_publish(self) -> None:
+        if self._column is not None:
+            self._column.wait()
+
+    def _copy_in(self, buffer: Tensor) -> None:
+        if self._column is not None:
+            self._layout.shard_segments[self._topology.shard_rank].of(buffer).copy_(self._column.buffer)
+        elif self._own:
+            masters = [param.master for param in self._own_params]
+            torch._foreach_copy_(self._layout.views(buffer, self._own), masters)

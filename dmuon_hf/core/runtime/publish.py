@@ -1,0 +1,79 @@
+"""HSDP: bring an updated weight from its owner to the owner's peers in the other replicas.
+
+Every replica gathers inside itself, so the rank at the owner's shard coordinate of each replica keeps a copy of the newest
+weight in the compute dtype. The publish is a broadcast over the replicate dimension, issued by ``step()`` and waited for
+where the copy is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..mesh import Topology
+from .collectives import InFlight, broadcast_segments, issue_on
+from .comm_context import DedicatedCommContext
+from .dedicated import DedicatedParam, Version
+from .layout import PackedLayout, Segment
+
+__all__ = ["ColumnCopy"]
+
+
+class ColumnCopy:
+    """The published weights of one unit that belong to this rank's shard coordinate."""
+
+    def __init__(
+        self,
+        *,
+        layout: PackedLayout,
+        params: Sequence[DedicatedParam],
+        topology: Topology,
+        context: DedicatedCommContext,
+        dtype: torch.dtype,
+    ) -> None:
+        assert topology.replicate_group is not None
+        column = topology.shard_rank
+        bucket = layout.shard_segments[column]
+        self.buffer = torch.zeros(bucket.numel, dtype=dtype, device=topology.device)
+        self._group = topology.replicate_group
+        self._context = context
+        own = layout.owned_by(topology.slot)
+        self._own_views = layout.views(self.buffer, own, origin=bucket.start)
+        self._own_params = [params[i] for i in own]
+        self._slots: list[tuple[int, Segment]] = []
+        for replicate in range(topology.replicate_size):
+            segment = layout.slot_segments[(column, replicate)]
+            if segment.numel:
+                self._slots.append((replicate, Segment(segment.start - bucket.start, segment.numel)))
+        self._published: tuple[Version, ...] | None = None
+        self._in_flight: InFlight | None = None
+
+    def is_current(self, versions: tuple[Version, ...]) -> bool:
+        return self._published == versions
+
+    def publish(self, versions: tuple[Version, ...]) -> None:
+        """Issue the broadcast of the weights that ``versions`` names; a publish in flight is waited for first.
+
+        Collective over the replicate group; a column that owns nothing of this unit has nothing to send.
+        """
+        self.wait()
+
+        def issue() -> list[object]:
+            if self._own_views:
+                torch._foreach_copy_(self._own_views, [param.master for param in self._own_params])
+            segments: list[Tensor] = [segment.of(self.buffer) for _, segment in self._slots]
+            return broadcast_segments(segments, [replicate for replicate, _ in self._slots], self._group)
+
+        with torch.no_grad():
+            self._in_flight = issue_on(
+                self._context.device, self._context.replicate_broadcast_stream, [self.buffer], issue
+            )
+        self._published = versions
+
+    def wait(self) -> None:
+        """Order the reader after the last publish."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None

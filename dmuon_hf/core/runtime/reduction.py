@@ -1,0 +1,133 @@
+"""How the gradients of a unit get home: to the owner of each matrix, averaged over all data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..mesh import Topology
+from .collectives import InFlight, exchange_to_owners, issue_on, reduce_segments_to_owners
+from .comm_context import DedicatedCommContext
+from .layout import PackedLayout, Segment
+
+__all__ = ["OwnerReduction", "PendingReduction"]
+
+
+class _Stage:
+    """Sum buckets over one group, each onto its member.
+
+    NCCL reduces every bucket to its owner (pipelined, so an owner with many peers is not flooded). gloo exchanges all
+    buckets in one uneven all-to-all and the owner adds the rows up in rank order, in the dtype of the reduction.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, segments: Sequence[Segment], me: int, context: DedicatedCommContext, stream: Any
+    ) -> None:
+        self._group = group
+        self._segments = list(segments)
+        self._me = me
+        self._context = context
+        self._stream = stream
+        self._exchange = dist.get_backend(group) != "nccl"
+
+    @property
+    def own(self) -> Segment:
+        return self._segments[self._me]
+
+    def issue(self, buckets: Tensor) -> Callable[[], Tensor]:
+        """Start on ``buckets`` (all segments, from the first one's start); the result function gives the own bucket."""
+        size = len(self._segments)
+        if size == 1:
+            return lambda: buckets
+        origin = self._segments[0].start
+        if self._exchange:
+            received = buckets.new_empty((size, self.own.numel))
+            splits = [segment.numel for segment in self._segments]
+            flight = self._start(
+                [buckets, received], lambda: exchange_to_owners(buckets, received, splits, self.own.numel, self._group)
+            )
+
+            def summed() -> Tensor:
+                flight.wait()
+                return received.sum(dim=0)
+
+            return summed
+        owners = [rank for rank, segment in enumerate(self._segments) if segment.numel]
+        pieces = [Segment(self._segments[r].start - origin, self._segments[r].numel).of(buckets) for r in owners]
+        flight = self._start([buckets], lambda: reduce_segments_to_owners(pieces, owners, self._group))
+
+        def reduced() -> Tensor:
+            flight.wait()
+            # A copy, so that the buffer with everybody's buckets can be freed.
+            return Segment(self.own.start - origin, self.own.numel).of(buckets).clone()
+
+        return reduced
+
+    def _start(self, kept: list[Tensor], issue: Callable[[], list[Any]]) -> InFlight:
+        return issue_on(self._context.device, self._stream, kept, issue)
+
+
+class PendingReduction:
+    """A unit's gradients on the way: shard stage, then (HSDP) replicate stage, then the mean on the owner."""
+
+    def __init__(self, first: Callable[[], Tensor], second: _Stage | None, divisor: int) -> None:
+        self._first: Callable[[], Tensor] | None = first
+        self._second = second
+        self._second_result: Callable[[], Tensor] | None = None
+        self._divisor = divisor
+
+    def finish_first_stage(self) -> None:
+        """Free the packed send buffer; start the replicate stage if there is one. Safe to call twice."""
+        if self._first is None:
+            return
+        bucket = self._first()
+        self._first = None
+        self._second_result = (lambda: bucket) if self._second is None else self._second.issue(bucket)
+
+    def finish(self) -> Tensor:
+        """The mean gradients of this rank's own matrices, packed as the layout's slot segment."""
+        self.finish_first_stage()
+        assert self._second_result is not None
+        return self._second_result().div_(self._divisor)
+
+
+class OwnerReduction:
+    """Packs a unit's gradients and reduces them to the owners."""
+
+    def __init__(
+        self, *, layout: PackedLayout, topology: Topology, context: DedicatedCommContext, dtype: torch.dtype
+    ) -> None:
+        assert topology.shard_group is not None
+        self._layout = layout
+        self._topology = topology
+        self._dtype = dtype
+        self._shard_stage = _Stage(
+            topology.shard_group, layout.shard_segments, topology.shard_rank, context, context.reduce_stream
+        )
+        self._replicate_stage: _Stage | None = None
+        if topology.replicate_group is not None:
+            slots = [layout.slot_segments[(topology.shard_rank, r)] for r in range(topology.replicate_size)]
+            self._replicate_stage = _Stage(
+                topology.replicate_group, slots, topology.replicate_rank, context, context.replicate_reduce_stream
+            )
+
+    @torch.no_grad()
+    def launch(self, grads: Sequence[Tensor | None]) -> PendingReduction:
+        """Start reducing this rank's gradients (buffer order; ``None`` counts as zero). Collective over the shard group."""
+        packed = torch.zeros(self._layout.numel, dtype=self._dtype, device=self._topology.device)
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        if present:
+            torch._foreach_copy_(self._layout.views(packed, present), [grads[i] for i in present])
+        return PendingReduction(self._shard_stage.issue(packed), self._replicate_stage, self._topology.size)
+
+    def own_views(self, bucket: Tensor) -> list[Tensor]:
+        """Matrix-shaped views of what :meth:`PendingReduction.finish` returned, in buffer order."""
+        slot = self._topology.slot
+        return self._layout.views(
+            bucket, self._layout.owned_by(slot), origin=self._layout.slot_segments[slot].start
+        )

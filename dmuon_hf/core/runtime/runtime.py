@@ -1,0 +1,218 @@
+"""The runtime of one model: its topology, plan, units, and what the optimizer asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ConfigurationError, DMuonError
+from ..mesh import Topology
+from ..plan import Plan
+from .comm_context import DedicatedCommContext
+from .dedicated import DedicatedParam
+from .fsdp_patch import SYNC_LISTENER
+from .hooks import register_root_hooks, register_unit_hooks
+from .owned_tensor import OwnedTensor
+from .schedule import BackwardPass, Prefetcher
+from .unit import Unit
+
+__all__ = ["Runtime", "attach", "detach", "hidden", "runtime_of"]
+
+_ATTRIBUTE = "_dmuon_runtime"
+
+
+class Runtime:
+    """State of dedicated ownership on one model.
+
+    In a single process without a process group there are no units: parameters and gradients are plain, and the methods
+    below do what is left to do, which mostly is nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        plan: Plan,
+        params: Sequence[DedicatedParam],
+        units: Sequence[Unit],
+        context: DedicatedCommContext,
+        delay_second_stage: bool,
+    ) -> None:
+        self.topology = topology
+        self.plan = plan
+        self.dedicated: dict[str, DedicatedParam] = {param.name: param for param in params}
+        self.units = list(units)
+        self.context = context
+        self.backward = BackwardPass(self.units, delay_second_stage=delay_second_stage)
+        self.prefetcher = Prefetcher(self.units)
+        self._handles: list[RemovableHandle] = []
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def register_hooks(self, root: nn.Module) -> None:
+        for unit in self.units:
+            self._handles += register_unit_hooks(unit, self.backward, self.prefetcher)
+            unit.module.__dict__[SYNC_LISTENER] = self._listener(unit)
+        if self.units:
+            self._handles += register_root_hooks(root, self.backward, self.prefetcher)
+
+    def _listener(self, unit: Unit) -> object:
+        def set_requires_sync(requires_sync: bool) -> None:
+            unit.requires_sync = requires_sync
+
+        return set_requires_sync
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self.units:
+            unit.module.__dict__.pop(SYNC_LISTENER, None)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def backward_count(self) -> int:
+        """Synchronised backward passes since gradients were last zeroed."""
+        return self.backward.synchronised
+
+    def set_requires_sync(self, requires_sync: bool) -> None:
+        """Reduce gradients at the end of a backward pass, or accumulate them on this rank."""
+        for unit in self.units:
+            unit.requires_sync = requires_sync
+
+    @property
+    def requires_sync(self) -> bool:
+        return all(unit.requires_sync for unit in self.units)
+
+    def prepare_grads(self) -> None:
+        """Check that every dedicated ``.grad`` is final; it is when ``backward()`` has returned.
+
+        Raises:
+            DMuonError: The last backward pass ended with an exception. Zero the gradients before the next step.
+        """
+        if self.backward.active:
+            raise DMuonError(
+                "the last backward pass did not finish, so its gradients are incomplete: call optimizer.zero_grad() and "
+                "run the batch again before optimizer.step()"
+            )
+
+    def grad_flags(self) -> list[bool]:
+        """Per dedicated parameter, in plan order: whether this rank has seen a gradient since gradients were zeroed."""
+        if not self.units:
+            return [param.param.grad is not None for param in self.dedicated.values()]
+        seen = {
+            param.name: unit.saw_grad[i] and param.param.grad is not None
+            for unit in self.units
+            for i, param in enumerate(unit.params)
+        }
+        return [seen[name] for name in self.dedicated]
+
+    def discard_grads(self) -> None:
+        """Drop gradients that are accumulated on this rank or in flight, and those of an unfinished pass."""
+        self.backward.abandon()
+        for unit in self.units:
+            unit.discard_grads()
+        self.backward.reset_count()
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def agree(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of a small vector over all data-parallel ranks. Collective; the identity in one process."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def reduce_sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum of a small vector over all data-parallel ranks. Collective; the identity in one process."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.topology.flat_group is None or self.topology.size == 1:
+            return values
+        result = values.detach().to(self.topology.device, copy=True)
+        dist.all_reduce(result, op=op, group=self.topology.flat_group)
+        return result
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def set_forward_prefetch_depth(self, depth: int) -> None:
+        """How many units are gathered ahead of the one that runs; 0 gathers each where it is needed."""
+        if depth < 0:
+            raise ConfigurationError(f"forward_prefetch_depth must be 0 or more, got {depth}")
+        self.prefetcher.forward_depth = depth
+
+    def publish(self, *, asynchronous: bool) -> None:
+        """Bring updated weights to the other replicas, in plan order. Collective under HSDP, nothing on a 1-D mesh."""
+        for unit in self.units:
+            unit.placement.publish(unit.versions())
+        if not asynchronous:
+            self.finish_publish()
+
+    def finish_publish(self) -> None:
+        """Order the caller after every publish in flight."""
+        for unit in self.units:
+            unit.placement.finish_publish()
+
+    def free_gathered(self) -> None:
+        """Free whole weights that were gathered ahead or kept, outside of a backward pass."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def attach(model: nn.Module, runtime: Runtime) -> None:
+    """Make ``runtime`` the runtime of ``model``."""
+    if runtime_of(model) is not None:
+        raise ConfigurationError(
+            "dedicate_params was already called on this model (or on a part of it): pass everything that is to be owned in "
+            "one call"
+        )
+    model.__dict__[_ATTRIBUTE] = runtime
+
+
+def runtime_of(model: nn.Module) -> Runtime | None:
+    """The runtime of a model, also through wrappers (DDP, torch.compile, PEFT) and when a wrapper's child holds it."""
+    for module in model.modules():
+        runtime = module.__dict__.get(_ATTRIBUTE)
+        if isinstance(runtime, Runtime):
+            return runtime
+    return None
+
+
+def detach(model: nn.Module) -> None:
+    """Forget the runtime of a model that was dedicated in a single process, so that it can be dedicated on a mesh."""
+    for module in model.modules():
+        runtime = module.__dict__.get(_ATTRIBUTE)
+        if isinstance(runtime, Runtime):
+            if runtime.topology.is_distributed:
+                raise NotImplementedError("a model that is dedicated on a mesh cannot be taken back; build it again")
+            del module.__dict__[_ATTRIBUTE]
+
+
+@contextmanager
+def hidden(model: nn.Module) -> Iterator[None]:
+    """Take the dedicated parameters out of their modules, for code that moves, shards or maps every parameter it finds."""
+    runtime = runtime_of(model)
+    places = [
+        (module, attribute, param)
+        for param in (runtime.dedicated.values() if runtime is not None else ())
+        for module, attribute in param.places
+    ]
+    orders = {module: list(module._parameters) for module, _, _ in places}
+    for module, attribute, _ in places:
+        del module._parameters[attribute]
+    try:
+        yield
+    finally:
+        for module, attribute, param in places:
+            module._parameters[attribute] = param.param
+        for module, order in orders.items():
+            present = dict(module._parameters)
+            module._parameters.clear()
+            for name in [*(n for n in order if n in present), *(n for n in present if n not in order)]:
+                module._parameters[name] = present[name]
+
+

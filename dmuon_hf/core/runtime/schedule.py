@@ -1,0 +1,124 @@
+"""The order of collectives: which unit is gathered ahead, and in which order gradients leave.
+
+[Note: one order on every rank]
+Gradients leave in reverse plan order, one reduction per unit and pass, whatever order autograd visits the modules in and
+whether or not a module ran on this rank: a unit that is ready early waits for its turn, and the end of the pass sends the
+rest, with zeros for what is missing. So the sequence of collectives follows from the plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import Variable
+
+from ..errors import DMuonError
+from .unit import Unit
+
+__all__ = ["BackwardPass", "Prefetcher", "graph_task"]
+
+
+def graph_task() -> int:
+    """Id of the backward pass this thread is executing, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+class Prefetcher:
+    """Issues the gather of the units that come next in plan order."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.forward_depth = 1
+
+    def before_forward(self, unit: Unit) -> None:
+        for ahead in self._units[unit.index + 1 : unit.index + 1 + self.forward_depth]:
+            ahead.gather()
+
+    def before_backward(self, unit: Unit) -> None:
+        if self.forward_depth > 0 and unit.index > 0:
+            self._units[unit.index - 1].gather()
+
+    def first(self) -> None:
+        if self.forward_depth > 0 and self._units:
+            self._units[0].gather()
+
+
+class BackwardPass:
+    """One backward pass over the model, from its first hook to autograd's final callback.
+
+    Attributes:
+        active: Whether a pass has begun and not ended.
+        synchronised: Passes that reduced gradients since the last :meth:`reset_count`.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, delay_second_stage: bool) -> None:
+        self._units = units
+        self._delay_second_stage = delay_second_stage
+        self._cursor = -1
+        self._draining: Unit | None = None
+        self.active = False
+        self.synchronised = 0
+
+    def begin(self) -> None:
+        """Called by every backward hook; the first one of a pass arranges for :meth:`_end`."""
+        if self.active:
+            return
+        if graph_task() == -1:
+            raise DMuonError("a backward hook ran outside of a backward pass")
+        self.active = True
+        self._cursor = len(self._units) - 1
+        Variable._execution_engine.queue_callback(self._end)
+
+    def advance(self) -> None:
+        """Launch every reduction whose turn has come. See [Note: one order on every rank]."""
+        while self._cursor >= 0 and self._units[self._cursor].is_ready:
+            self._launch(self._units[self._cursor])
+            self._cursor -= 1
+
+    def _launch(self, unit: Unit) -> None:
+        if unit.requires_sync:
+            # One packed buffer in flight: the previous one is freed before the next is filled.
+            if self._draining is not None:
+                self._finish_first(self._draining)
+            unit.launch_reduction()
+            self._draining = unit
+        unit.reshard()
+
+    def _finish_first(self, unit: Unit) -> None:
+        unit.finish_first_stage()
+        if not self._delay_second_stage:
+            unit.finish_reduction()
+
+    def _end(self) -> None:
+        while self._cursor >= 0:
+            self._launch(self._units[self._cursor])
+            self._cursor -= 1
+        if self._draining is not None:
+            self._finish_first(self._draining)
+            self._draining = None
+        synchronised = False
+        for unit in reversed(self._units):
+            if unit.requires_sync:
+                unit.finish_reduction()
+                synchronised = True
+            else:
+                unit.end_without_sync()
+            unit.end_pass()
+        self.synchronised += synchronised
+        self.active = False
+
+    def abandon(self) -> bool:
+        """Drop a pass that an exception ended midway; true if there was one. Not to be called inside a pass."""
+        if not self.active or graph_task() != -1:
+            return False
+        self.active = False
+        self._cursor = -1
+        self._draining = None
+        for unit in self._units:
+            unit.discard_grads()
+            unit.end_pass()
+        return True
+
+    def reset_count(self) -> None:
+        self.synchronised = 0

@@ -1,0 +1,294 @@
+"""``dedicate_params``: choose owners, install owned parameters, attach the runtime."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .errors import ConfigurationError, LockstepError
+from .hook_boundaries import HookBoundaryResolver, boundary_of
+from .mesh import Topology, local_topology, topology_from_meshes
+from .plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
+from .runtime.build import RuntimeOptions, Target, build_runtime
+from .runtime.runtime import attach, runtime_of
+
+__all__ = ["dedicate_params"]
+
+logger = logging.getLogger(__name__)
+
+Predicate = Callable[[str, nn.Parameter], bool]
+MatrixSpecFn = Callable[[str, nn.Parameter], "MatrixSpec | None"]
+AssignmentGroupKeyFn = Callable[[str, nn.Parameter], Hashable]
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    predicate: Predicate,
+    compute_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    replicate_mesh: DeviceMesh | None = None,
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+    hook_boundary_strict: bool = True,
+    hook_boundary_resolver: HookBoundaryResolver | None = None,
+    assignment_group_key_fn: AssignmentGroupKeyFn | None = None,
+    route_hint_fn: Callable[..., str] | None = None,
+    max_owners_per_group: int | None = None,
+    owner_strategy: str | None = None,
+    owner_cost_model: str | None = None,
+    hsdp_column_balance: bool | None = None,
+    pack_small_params: bool | None = None,
+    tp_buffer_reuse: bool | str = False,
+    replicate_broadcast_bucket_mb: float = 0.0,
+    muon_forward_unshard: str = "broadcast",
+    delay_stage2_to_optimizer: bool = True,
+    param_policy: Mapping[str, object] | None = None,
+    param_policy_fn: Callable[..., Any] | None = None,
+    process_group_policy: str | None = None,
+    *,
+    matrix_spec_fn: MatrixSpecFn | None = None,
+    master_dtype: torch.dtype | None = None,
+    source_rank: int | None = None,
+) -> dict[nn.Parameter, int | tuple[int, int]]:
+    """Give each selected matrix one owner rank, and register the hooks that bring it to the others.
+
+    Call it once, before ``fully_shard``, on every rank of the meshes, in the same order: it is a collective that compares
+    the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and every call of
+    this package works the same.
+
+    Args:
+        model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global shape whose
+            values lie on its owner.
+        mesh: 1-D mesh over the shard dimension, or ``None``.
+        predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update. Parameters that do
+            not require a gradient are left to FSDP2 even if it is true.
+        compute_dtype: Dtype that weights are gathered and used in; gradients are reduced in fp32.
+        reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3); ``False`` keeps
+            them until the end of backward (Z2).
+        replicate_mesh: 1-D mesh over the replicate dimension of the same grid (HSDP). Owners are then chosen among all slots.
+        hook_boundary_predicate: ``module -> bool``; hooks go on the lowest ancestor for which it is true.
+        hook_boundary_strict: Whether a parameter without such an ancestor is an error, or its own module is hooked.
+        hook_boundary_resolver: ``(name, param) -> module``; takes precedence.
+        assignment_group_key_fn: ``(name, param) -> key``: parameters with equal keys are packed together when they are small and
+            share the cap of ``max_owners_per_group``. The unit by default.
+        max_owners_per_group: Most distinct owners of one group.
+        owner_strategy: ``"lpt"``, ``"round_robin"`` or ``"rank0"``; ``DMUON_OWNER_STRATEGY`` when left out, else ``"lpt"``.
+        owner_cost_model: ``"optimizer"`` or ``"numel"``; ``DMUON_OWNER_COST_MODEL`` when left out, else ``"optimizer"``.
+        hsdp_column_balance: Balance shard columns before owners; ``DMUON_HSDP_COLUMN_BALANCE`` when left out, else true.
+        pack_small_params: Give small parameters of a group one owner; ``DMUON_OWNER_PACK_SMALL_PARAMS`` when left out, else true.
+        delay_stage2_to_optimizer: Under HSDP, wait for the replicate stage of all reductions at the end of backward (true), or for
+            each one as soon as its shard stage is done (false).
+        process_group_policy: ``"isolated"`` communicates on clones of the meshes' groups, ``"shared"`` on the groups themselves;
+            ``DMUON_PROCESS_GROUP_POLICY`` when left out, else ``"isolated"``.
+        matrix_spec_fn: ``(name, param) -> MatrixSpec | None``: how a stored tensor decomposes into logical matrices; ``None`` is one
+            whole matrix.
+        master_dtype: Dtype of what owners keep and update; the parameter's own by default.
+        source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; the owner's by default.
+        route_hint_fn, tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard, param_policy, param_policy_fn:
+            Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
+
+    Returns:
+        Owner of each dedicated parameter (the new objects): its rank in ``mesh``, or ``(shard, replicate)`` under HSDP.
+
+    Raises:
+        ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries, is already
+            distributed, or an argument is wrong.
+        LockstepError: The ranks' plans differ; the message names the first difference.
+        NotImplementedError: A mode that is not built was asked for.
+    """
+    _refuse_unbuilt(
+        route_hint_fn=(route_hint_fn, None),
+        tp_buffer_reuse=(tp_buffer_reuse, False),
+        replicate_broadcast_bucket_mb=(replicate_broadcast_bucket_mb, 0.0),
+        muon_forward_unshard=(muon_forward_unshard, "broadcast"),
+        param_policy=(param_policy, None),
+        param_policy_fn=(param_policy_fn, None),
+    )
+    if runtime_of(model) is not None:
+        raise ConfigurationError(
+            "dedicate_params was already called on this model: select everything that is to be owned in one call"
+        )
+    targets, candidates = _select(
+        model,
+        predicate,
+        matrix_spec_fn=matrix_spec_fn,
+        group_key_fn=assignment_group_key_fn,
+        boundary=lambda name, param: boundary_of(
+            model,
+            name,
+            param,
+            predicate=hook_boundary_predicate,
+            strict=hook_boundary_strict,
+            resolver=hook_boundary_resolver,
+        ),
+    )
+    topology = _topology(model, mesh, replicate_mesh, process_group_policy)
+    plan = make_plan(
+        candidates,
+        units=list(dict.fromkeys(candidate.unit for candidate in candidates)),
+        shard_size=topology.shard_size,
+        replicate_size=topology.replicate_size,
+        owner_strategy=_setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt"),  # type: ignore[arg-type]
+        owner_cost_model=_setting(owner_cost_model, "DMUON_OWNER_COST_MODEL", "optimizer"),  # type: ignore[arg-type]
+        hsdp_column_balance=_switch(hsdp_column_balance, "DMUON_HSDP_COLUMN_BALANCE"),
+        pack_small_params=_switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
+        max_owners_per_group=max_owners_per_group,
+        settings={
+            "compute_dtype": str(compute_dtype),
+            "master_dtype": str(master_dtype),
+            "reshard_after_forward": reshard_after_forward,
+            "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
+        },
+    )
+    _compare_plans(plan, topology)
+    options = RuntimeOptions(
+        compute_dtype=compute_dtype,
+        master_dtype=master_dtype,
+        reshard_after_forward=reshard_after_forward,
+        delay_second_stage=delay_stage2_to_optimizer,
+        source_rank=source_rank,
+    )
+    runtime = build_runtime(model, plan, targets, topology, options)
+    attach(model, runtime)
+    if topology.slot == (0, 0):
+        logger.info(
+            "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=%s",
+            len(plan.entries),
+            topology.size,
+            100 * plan.imbalance(),
+            plan.loads(),
+        )
+    return {param.param: param.owner_rank for param in runtime.dedicated.values()}
+
+
+def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
+    for name, (value, default) in arguments.items():
+        if value != default:
+            raise NotImplementedError(f"dedicate_params({name}=...) belongs to a mode that is not built: leave it at {default!r}")
+
+
+def _select(
+    model: nn.Module,
+    predicate: Predicate,
+    *,
+    matrix_spec_fn: MatrixSpecFn | None,
+    group_key_fn: AssignmentGroupKeyFn | None,
+    boundary: Callable[[str, nn.Parameter], nn.Module],
+) -> tuple[dict[str, Target], list[Candidate]]:
+    """What the predicate selects, in model order; units are named by their module's path."""
+    places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{attribute}" if path else attribute
+            places.setdefault(param, []).append((name, module, attribute))
+    paths = {module: path for path, module in model.named_modules()}
+
+    targets: dict[str, Target] = {}
+    candidates: list[Candidate] = []
+    frozen = 0
+    for param, holders in places.items():
+        raw = [name for name, _, _ in holders]
+        names = [canonical_name(name, model) for name in raw]
+        if not any(predicate(name, param) for name in names):
+            continue
+        if not param.requires_grad:
+            frozen += 1
+            continue
+        _check_param(names[0], param)
+        boundaries = {boundary(name, param) for name in raw}
+        if len(boundaries) > 1:
+            raise ConfigurationError(
+                f"{names[0]} is shared by the hook boundaries {sorted(paths[b] for b in boundaries)}: exclude it in the predicate, "
+                "or pass a hook_boundary_resolver that gives one module containing every use"
+            )
+        module = boundaries.pop()
+        targets[names[0]] = Target(param, tuple((owner, attribute) for _, owner, attribute in holders), module)
+        candidates.append(
+            Candidate(
+                name=names[0],
+                aliases=tuple(names[1:]),
+                shape=tuple(param.shape),
+                dtype=param.dtype,
+                spec=(matrix_spec_fn(names[0], param) if matrix_spec_fn is not None else None) or MatrixSpec(),
+                unit=canonical_name(paths[module], model) or "(root)",
+                group=None if group_key_fn is None else repr(group_key_fn(names[0], param)),
+            )
+        )
+    if not candidates:
+        raise ConfigurationError(
+            "dedicate_params selected no parameter that requires a gradient"
+            + (f" ({frozen} selected ones are frozen)" if frozen else "")
+            + ": without a single Muon matrix this would train with AdamW alone. Widen the predicate; names look like "
+            + ", ".join(names for names in list(dict.fromkeys(n for h in places.values() for n, _, _ in h))[:3])
+        )
+    if frozen:
+        logger.info("dedicate_params: %d selected parameters are frozen and stay with FSDP2", frozen)
+    return targets, candidates
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise ConfigurationError(
+            f"{name} is already a DTensor: call dedicate_params before fully_shard; tensor-parallel parameters are not supported yet"
+        )
+    if not param.is_floating_point():
+        raise ConfigurationError(f"{name} has dtype {param.dtype}: only floating-point matrices can be dedicated")
+
+
+def _topology(
+    model: nn.Module, mesh: DeviceMesh | None, replicate_mesh: DeviceMesh | None, policy: str | None
+) -> Topology:
+    policy = _setting(policy, "DMUON_PROCESS_GROUP_POLICY", "isolated")
+    if mesh is not None:
+        return topology_from_meshes(mesh, replicate_mesh, policy=policy)
+    if replicate_mesh is not None:
+        raise ConfigurationError("replicate_mesh needs a mesh over the shard dimension beside it")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigurationError(
+            "mesh=None is for one process, but the process group has "
+            f"{dist.get_world_size()} ranks: pass init_device_mesh(device, (world_size,))"
+        )
+    return local_topology(next(model.parameters()).device)
+
+
+def _compare_plans(plan: Plan, topology: Topology) -> None:
+    """Refuse to start when the ranks would communicate differently."""
+    if topology.flat_group is None or topology.size == 1:
+        return
+    digests: list[str | None] = [None] * topology.size
+    dist.all_gather_object(digests, plan.digest(), group=topology.flat_group)
+    if len(set(digests)) == 1:
+        return
+    plans: list[dict[str, Any] | None] = [None] * topology.size
+    dist.all_gather_object(plans, plan.to_json(), group=topology.flat_group)
+    mine = topology.flat_rank(topology.slot)
+    for rank, other in enumerate(plans):
+        if other is not None and digests[rank] != digests[mine]:
+            difference = plan.difference(Plan.from_json(other))
+            raise LockstepError(
+                f"data-parallel ranks {mine} and {rank} made different plans; first difference (here / there): {difference}. Every rank "
+                "must build the same model and pass the same arguments."
+            )
+
+
+def _setting(value: str | None, variable: str, default: str) -> str:
+    return value if value is not None else os.environ.get(variable, default)
+
+
+def _switch(value: bool | None, variable: str) -> bool:
+    if value is not None:
+        return value
+    text = os.environ.get(variable, "1").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigurationError(f"{variable} must be 0 or 1, got {text!r}")

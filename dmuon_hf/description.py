@@ -1,0 +1,120 @@
+"""`describe`: what is updated how, and who owns it, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.presets import Route, routes
+
+__all__ = ["describe"]
+
+_HEADER = ("parameter", "shape", "route", "group", "lr", "decay", "layout", "owner", "why")
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Table of every parameter: route, group, learning rate, weight decay, logical matrices, owner and reason.
+
+    Local: any rank may call it, and all get the same text. Without an optimizer, or before `accelerator.prepare`, the
+    columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row; their
+    owners are listed as ranges of `shard` or `shard/replicate` coordinates.
+
+    Args:
+        model: the model, before or after it is prepared.
+        optimizer: its optimizer, wrapped by accelerate or not.
+    """
+    table = routes(model)
+    runtime = runtime_of(model)
+    if runtime is not None:
+        table = {name: _as_dedicated(route, runtime.dedicated.get(name)) for name, route in table.items()}
+    groups = _groups(model, optimizer)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for raw_name, parameter in model.named_parameters():
+        name = canonical_name(raw_name, model)
+        dedicated = runtime.dedicated.get(name) if runtime is not None else None
+        owner = _coordinate(dedicated.owner_rank) if dedicated is not None and runtime.topology.is_distributed else ""
+        route, group = table[name], groups.get(name)
+        cells = (
+            _without_layer_number(name),
+            "x".join(map(str, parameter.shape)),
+            route.route,
+            "" if group is None else str(group.get("group_name", "")),
+            "" if group is None else f"{float(group['lr']):.3g}",
+            "" if group is None else f"{float(group.get('weight_decay', 0.0)):.3g}",
+            _layout(route.spec, tuple(parameter.shape)),
+            route.reason,
+        )
+        rows.setdefault(cells, []).append(owner)
+    lines = [(*cells[:-1], _ranges(owners), cells[-1]) for cells, owners in rows.items()]
+    return "\n".join([_summary(model, table, runtime), "", *_aligned([_HEADER, *lines])])
+
+
+def _as_dedicated(route: Route, dedicated: Any) -> Route:
+    """What really is dedicated, which a predicate may have chosen against the presets."""
+    if dedicated is not None:
+        reason = route.reason if route.route == "muon" else "chosen by the caller"
+        return Route("muon", dedicated.spec, reason)
+    return Route("adamw", None, "chosen by the caller") if route.route == "muon" else route
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """Canonical parameter name -> its group in the optimizer."""
+    if optimizer is None:
+        return {}
+    by_id = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    named = ((canonical_name(name, model), by_id.get(id(p))) for name, p in model.named_parameters())
+    return {name: group for name, group in named if group is not None}
+
+
+def _summary(model: nn.Module, table: dict[str, Route], runtime: Any) -> str:
+    sizes = {canonical_name(name, model): parameter.numel() for name, parameter in model.named_parameters()}
+    parts = []
+    for route in ("muon", "adamw", "frozen"):
+        names = [name for name, entry in table.items() if entry.route == route]
+        if names:
+            parts.append(f"{route} {len(names)} parameters ({sum(sizes[name] for name in names):,} elements)")
+    text = f"{type(model).__name__}: " + ", ".join(parts)
+    if runtime is not None and runtime.topology.is_distributed:
+        topology = runtime.topology
+        loads: dict[Any, int] = {}
+        for dedicated in runtime.dedicated.values():
+            loads[dedicated.owner_rank] = loads.get(dedicated.owner_rank, 0) + dedicated.numel
+        owned = ", ".join(f"{_coordinate(owner)}: {loads[owner]:,}" for owner in sorted(loads))
+        text += f"\nowners on {topology.shard_size} shards x {topology.replicate_size} replicas, elements each: {owned}"
+    return text
+
+
+def _layout(spec: MatrixSpec | None, shape: tuple[int, ...]) -> str:
+    """`2 of 64x64, 1 of 32x64`, or empty for a plain matrix."""
+    if spec is None or (spec.sections is None and not spec.transposed):
+        return ""
+    counts: dict[tuple[int, int], int] = {}
+    for logical in spec.logical_shapes(shape):
+        counts[logical] = counts.get(logical, 0) + 1
+    text = ", ".join(f"{count} of {rows}x{columns}" for (rows, columns), count in counts.items())
+    return text + (" (stored transposed)" if spec.transposed else "")
+
+
+def _without_layer_number(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _coordinate(owner: int | tuple[int, int]) -> str:
+    return str(owner) if isinstance(owner, int) else "/".join(map(str, owner))
+
+
+def _ranges(owners: Iterable[str]) -> str:
+    """Distinct owners in order of appearance, at most six of them."""
+    distinct = list(dict.fromkeys(owner for owner in owners if owner))
+    return " ".join(distinct[:6]) + (" ..." if len(distinct) > 6 else "")
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    widths = {column: max(len(row[column]) for row in rows) for column in used}
+    return ["  ".join(row[column].ljust(widths[column]) for column in used).rstrip() for row in rows]

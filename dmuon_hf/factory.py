@@ -1,0 +1,257 @@
+"""Making a Muon optimizer for a model that Trainer or Accelerate will prepare.
+
+`create()` is for `Trainer(optimizers=...)`: it returns a description, from which the Trainer builds the optimizer when it
+has model and arguments. `create_optimizer()` builds one at once, for `accelerator.prepare(model, optimizer)`.
+
+Building it gives each matrix its owner, on the mesh that accelerate has set up. `accelerator.prepare` then shards the
+rest of the model and rebinds the optimizer to the result (`dmuon_hf.prepare`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+import dmuon_hf.core as dmuon
+from dmuon_hf import checks
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.launch import current_launch
+from dmuon_hf.presets import muon_specs, routes
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import TrainingArguments
+
+__all__ = ["DMuonOptimizers", "DMuonOptions", "create", "create_optimizer"]
+
+SchedulerFactory = Callable[[torch.optim.Optimizer, int], "LRScheduler"]
+Predicate = Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMuonOptions:
+    """Options of the optimizer that TrainingArguments do not have. See `create` for their meaning."""
+
+    muon_lr: float | None = None
+    adamw_lr: float | None = None
+    muon_weight_decay: float | None = None
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    ns_backend: str | dmuon.NewtonSchulz = "gram"
+    lr_scale: str = "match_rms_adamw"
+    predicate: Predicate | None = None
+    routes: Mapping[str, str] | None = None
+    replicate_async: bool = True
+
+    def __post_init__(self) -> None:
+        if self.lr_scale != "match_rms_adamw" and self.muon_lr is None:
+            raise ConfigurationError(
+                f"lr_scale={self.lr_scale!r} measures Muon's learning rate on another scale than AdamW's: pass muon_lr "
+                "(only lr_scale='match_rms_adamw' can share the AdamW learning rate)"
+            )
+
+
+class _Unbuilt:
+    """Stands where an optimizer or scheduler would; any use means that nothing turned the description into one."""
+
+    __slots__ = ("_role",)
+
+    def __init__(self, role: str) -> None:
+        object.__setattr__(self, "_role", role)
+
+    def _fail(self) -> NoReturn:
+        raise ConfigurationError(
+            f"the {self._role} described by dmuon_hf.create() was never built. Pass create()'s result unchanged as "
+            "Trainer(optimizers=dmuon_hf.create(...)); do not unpack it. In a training loop of your own use "
+            "dmuon_hf.create_optimizer(model, ...)."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        self._fail()
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        self._fail()
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        self._fail()
+
+    def __repr__(self) -> str:
+        return f"<{self._role} of dmuon_hf.create(), not built>"
+
+
+class DMuonOptimizers(tuple[Any, Any]):
+    """What `create` returns: a pair that only `Trainer(optimizers=...)` understands. Its elements raise on any use."""
+
+    options: DMuonOptions
+    scheduler: SchedulerFactory | None
+
+    def __new__(cls, options: DMuonOptions, scheduler: SchedulerFactory | None) -> DMuonOptimizers:
+        self = super().__new__(cls, (_Unbuilt("optimizer"), _Unbuilt("scheduler")))
+        self.options = options
+        self.scheduler = scheduler
+        return self
+
+    def __repr__(self) -> str:
+        return f"dmuon_hf.create({self.options!r}, scheduler={self.scheduler!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.options, self.scheduler)
+
+
+def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuonOptimizers:
+    """Muon for a Trainer: `Trainer(model=model, args=args, ..., optimizers=dmuon_hf.create())`.
+
+    Learning rate, weight decay, Adam betas and epsilon come from the Trainer's arguments, and so do the names that are not
+    decayed and the scheduler. With the default `lr_scale`, the learning rate that suits AdamW suits Muon as well.
+
+    Args:
+        scheduler: `(optimizer, num_training_steps) -> LRScheduler`, instead of `lr_scheduler_type`.
+        muon_lr, adamw_lr: learning rate of the Muon and of the AdamW weights; default `args.learning_rate`.
+        muon_weight_decay: decoupled decay of the Muon weights; default `args.weight_decay`.
+        momentum, nesterov, ns_steps, ns_backend: as in `dmuon_hf.core.Muon`.
+        lr_scale: how the learning rate depends on a matrix's shape: `"match_rms_adamw"`, `"original"`, `"spectral"` or
+            `"none"`. All but the first need `muon_lr`.
+        predicate: `(name, parameter) -> bool` choosing the Muon weights instead of the presets.
+        routes: `{name or shell pattern: "muon" | "adamw"}`, exceptions to the presets or the predicate.
+        replicate_async: under HSDP, publish updated weights while the next forward runs.
+
+    Raises:
+        ConfigurationError: an unknown option, or options that contradict each other.
+    """
+    from dmuon_hf import hooks
+
+    hooks.install()
+    return DMuonOptimizers(_options(options), scheduler)
+
+
+def create_optimizer(
+    model: nn.Module,
+    args: TrainingArguments | None = None,
+    *,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    decay_names: Collection[str] | None = None,
+    **options: Any,
+) -> dmuon.Muon:
+    """Dedicate `model` and build its optimizer, between making the Accelerator and `accelerator.prepare(model, optimizer)`.
+
+    Collective: call it on every rank.
+
+    Args:
+        model: the whole model, not yet sharded.
+        args: TrainingArguments that supply the values below which are not given.
+        lr: learning rate of all weights, unless `muon_lr` or `adamw_lr` says otherwise. Needed without `args`.
+        weight_decay: decoupled weight decay (default 0.0), for the parameters in `decay_names`.
+        betas, eps: of AdamW; default `(0.9, 0.999)` and `1e-8`.
+        decay_names: names of the parameters that are decayed; default: the Trainer's rule, all but biases and norms.
+        options: as in `create`.
+
+    Returns:
+        A `dmuon_hf.core.Muon`, with up to four parameter groups: `decay/muon`, `decay/adamw`, `no_decay/muon`,
+        `no_decay/adamw`.
+
+    Raises:
+        ConfigurationError: no Muon matrix, quantised or already sharded model, contradictory options.
+        NotImplementedError: a PEFT model.
+    """
+    from dmuon_hf import hooks
+
+    hooks.install()
+    settings = _options(options)
+    checks.check_model(model)
+    if args is not None:
+        lr = _first(lr, args.learning_rate)
+        weight_decay = _first(weight_decay, args.weight_decay)
+        betas = _first(betas, (args.adam_beta1, args.adam_beta2))
+        eps = _first(eps, args.adam_epsilon)
+    if lr is None:
+        raise ConfigurationError("create_optimizer needs lr= (or TrainingArguments as second argument)")
+    _dedicate(model, settings)
+    return dmuon.Muon(
+        model,
+        lr=_first(settings.muon_lr, lr),
+        adamw_lr=_first(settings.adamw_lr, lr),
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        ns_steps=settings.ns_steps,
+        ns_backend=settings.ns_backend,
+        lr_scale=settings.lr_scale,
+        adamw_betas=_first(betas, (0.9, 0.999)),
+        adamw_eps=_first(eps, 1e-8),
+        replicate_async=settings.replicate_async,
+        param_groups=_decay_groups(model, settings, lr, _first(weight_decay, 0.0), decay_names),
+    )
+
+
+def _options(given: Mapping[str, Any]) -> DMuonOptions:
+    known = {field.name for field in fields(DMuonOptions)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigurationError(f"unknown options {unknown}; the options are {sorted(known)}")
+    return DMuonOptions(**given)
+
+
+def _dedicate(model: nn.Module, options: DMuonOptions) -> None:
+    """Give the Muon weights their owners; a model that its user dedicated stays as it is."""
+    launch = current_launch()
+    if runtime_of(model) is not None:
+        if options.predicate is not None or options.routes is not None:
+            raise ConfigurationError(
+                "the model already has dedicated parameters, so predicate= and routes= would have no effect: leave them "
+                "out, or leave the dedication to this call"
+            )
+        return
+    specs = muon_specs(routes(model, predicate=options.predicate, overrides=options.routes))
+    checks.check_any_muon(model, specs)
+    launch.dedicate(model, specs)
+
+
+def _decay_groups(
+    model: nn.Module,
+    options: DMuonOptions,
+    lr: float,
+    weight_decay: float,
+    decay_names: Collection[str] | None,
+) -> list[dict[str, Any]]:
+    """The Trainer's two groups (decayed, not decayed), which `Muon` splits by route."""
+    names = _default_decay_names(model) if decay_names is None else decay_names
+    decayed = {canonical_name(name, model) for name in names}
+    trainable = [(canonical_name(name, model), p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = []
+    for group_name, decay in (("decay", True), ("no_decay", False)):
+        members = [parameter for name, parameter in trainable if (name in decayed) is decay]
+        if members:
+            groups.append(
+                {
+                    "params": members,
+                    "group_name": group_name,
+                    "muon_lr": _first(options.muon_lr, lr),
+                    "adamw_lr": _first(options.adamw_lr, lr),
+                    "muon_weight_decay": _first(options.muon_weight_decay, weight_decay) if decay else 0.0,
+                    "adamw_weight_decay": weight_decay if decay else 0.0,
+                }
+            )
+    return groups
+
+
+def _default_decay_names(model: nn.Module) -> Collection[str]:
+    """The Trainer's rule. Its method reads nothing of the Trainer, so it serves loops without one as well."""
+    from transformers import Trainer
+
+    return Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+
+
+def _first(*candidates: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in candidates if value is not None), None)

@@ -1,0 +1,109 @@
+"""Every hook into accelerate and transformers.
+
+| Hooked                               | Tested with                          | What it adds                                    |
+|--------------------------------------|--------------------------------------|-------------------------------------------------|
+| `PartialState.__init__`              | accelerate >=1.15,<2                 | FSDP processes on a machine without accelerator |
+| `AcceleratorState.__init__`          | accelerate >=1.15,<2                 | FSDP2 on CPU is FSDP2, not DDP                  |
+| `Accelerator.prepare`                | accelerate >=1.15,<2                 | launch checks; a second prepare is a no-op      |
+| `Accelerator._prepare_fsdp2`         | accelerate >=1.15,<2                 | dedication of Muon weights                      |
+| `Accelerator.get_state_dict`         | accelerate >=1.15,<2                 | finished, tied tensors                          |
+| `Trainer.__init__`                   | transformers >=5.24,<6               | `optimizers=dmuon_hf.create(...)`               |
+| `Trainer.create_scheduler`           | transformers >=5.24,<6               | `create(scheduler=...)`                         |
+
+Each hook calls the original unchanged when no DMuon optimizer, model or plugin is involved; the two state hooks act only
+where FSDP2 was asked for on CPU, which accelerate alone would quietly run as something else. `uninstall()` puts the
+originals back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dmuon_hf.compat import check_versions
+from dmuon_hf.core.errors import DMuonError
+
+__all__ = ["install", "installed", "uninstall"]
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """Replacement of `method` of `cls` in `module` by `wrapper` (`module:function`, taking `(original, self, ...)`)."""
+
+    module: str
+    cls: str
+    method: str
+    wrapper: str
+
+    def target(self) -> type:
+        """The class that is hooked."""
+        return getattr(importlib.import_module(self.module), self.cls)  # type: ignore[no-any-return]
+
+    def wrap(self, original: Method) -> Method:
+        """`original` with the wrapper in front of it."""
+        module, _, function = self.wrapper.partition(":")
+        wrapper: Method = getattr(importlib.import_module(module), function)
+
+        @functools.wraps(original)
+        def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, self, *args, **kwargs)
+
+        return hooked
+
+
+_HOOKS: tuple[Hook, ...] = (
+    Hook("accelerate.state", "PartialState", "__init__", "dmuon_hf.cpu_fsdp:partial_state_init"),
+    Hook("accelerate.state", "AcceleratorState", "__init__", "dmuon_hf.cpu_fsdp:accelerator_state_init"),
+    Hook("accelerate", "Accelerator", "prepare", "dmuon_hf.prepare:prepare"),
+    Hook("accelerate", "Accelerator", "_prepare_fsdp2", "dmuon_hf.prepare:prepare_fsdp2"),
+    Hook("accelerate", "Accelerator", "get_state_dict", "dmuon_hf.prepare:get_state_dict"),
+    Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
+    Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
+)
+
+# Installed hooks with the method each replaced and the method it put there.
+_active: dict[Hook, tuple[Method, Method]] = {}
+
+
+def install() -> None:
+    """Install all hooks; safe to call again. Raises `ConfigurationError` for untested versions."""
+    if _active:
+        return
+    check_versions()
+    for hook in _HOOKS:
+        cls = hook.target()
+        original = getattr(cls, hook.method)
+        replacement = hook.wrap(original)
+        setattr(cls, hook.method, replacement)
+        _active[hook] = (original, replacement)
+    logger.debug("installed %d hooks", len(_active))
+
+
+def uninstall() -> None:
+    """Put every original method back; safe to call again.
+
+    Raises:
+        DMuonError: another library hooked the same method after us; nothing is changed then, since putting our original
+            back would drop its hook.
+    """
+    for hook, (_, replacement) in _active.items():
+        if getattr(hook.target(), hook.method) is not replacement:
+            raise DMuonError(
+                f"{hook.cls}.{hook.method} was replaced again after dmuon_hf hooked it; undo that replacement first"
+            )
+    for hook, (original, _) in _active.items():
+        setattr(hook.target(), hook.method, original)
+    _active.clear()
+
+
+def installed() -> bool:
+    """Whether the hooks are in place."""
+    return bool(_active)

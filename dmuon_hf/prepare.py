@@ -1,0 +1,123 @@
+"""What the hooks on `Accelerator` do: shard the rest of a model whose Muon weights have owners.
+
+accelerate's own preparation must not see dedicated parameters: it would shard them, move them to meta, and map optimizer
+parameters by `data_ptr`, which is 0 for every empty one. So they are taken out of the modules while it runs, and the
+optimizer is bound to the result by name afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+import dmuon_hf.core as dmuon
+from dmuon_hf import checks
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.core.runtime import hidden, runtime_of
+from dmuon_hf.plugin import DMuonPlugin
+
+__all__ = ["get_state_dict", "prepare", "prepare_fsdp2"]
+
+
+def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`: refuse what does not work; leave alone what is prepared already."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    optimizer = _find_muon(args)
+    if optimizer is None:
+        if isinstance(plugin, DMuonPlugin) and any(isinstance(arg, torch.optim.Optimizer) for arg in args):
+            raise ConfigurationError(
+                "DMuonPlugin needs a DMuon optimizer: pass dmuon_hf.create_optimizer(model, ...) to accelerator.prepare"
+            )
+        return original(accelerator, *args, **kwargs)
+    checks.check_launch(accelerator.state)
+    prepared = [arg for arg in args if _is_prepared(accelerator, arg)]
+    if accelerator.is_fsdp2 and prepared:
+        # accelerate would map parameters again, by addresses that empty tensors do not have.
+        rest = [arg if any(arg is done for done in prepared) else original(accelerator, arg) for arg in args]
+        return rest[0] if len(rest) == 1 else tuple(rest)
+    return original(accelerator, *args, **kwargs)
+
+
+def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
+    """`Accelerator._prepare_fsdp2`: let accelerate shard what is not dedicated, then rebind the optimizer.
+
+    Collective: every rank calls it with the same model.
+    """
+    optimizer = _find_muon(args)
+    if optimizer is None:
+        return original(accelerator, *args)
+    model = next(arg for arg in args if isinstance(arg, nn.Module))
+    _check_dedicated(accelerator, model)
+
+    # Schedulers find the wrapper of their optimizer among the prepared ones, so they come after it.
+    ours = [arg for arg in args if arg is optimizer or isinstance(arg, LRScheduler)]
+    theirs = [arg for arg in args if not any(arg is own for own in ours)]
+    with hidden(model):
+        results = dict(zip(map(id, theirs), original(accelerator, *theirs), strict=True))
+    optimizer.rebind(model)
+    results[id(optimizer)] = accelerator._prepare_one(optimizer, first_pass=True)
+    for scheduler in ours:
+        if scheduler is not optimizer:
+            results[id(scheduler)] = accelerator._prepare_one(scheduler)
+    return tuple(results[id(arg)] for arg in args)
+
+
+def get_state_dict(original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.get_state_dict`: wait for the gathers, and let tied names share one tensor.
+
+    accelerate hands out tensors whose collective nobody waited for; on CPU they cannot be saved. It also gathers tied
+    weights once per name, and `save_pretrained` would write every copy.
+    """
+    state = original(accelerator, model, *args, **kwargs)
+    if runtime_of(model) is None:
+        return state
+    for name, value in state.items():
+        if isinstance(value, AsyncCollectiveTensor):
+            state[name] = value.wait()
+    first_name: dict[int, str] = {}
+    for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = canonical_name(raw_name, model)
+        first = first_name.setdefault(id(parameter), name)
+        if first != name and first in state and name in state:
+            state[name] = state[first]
+    return state
+
+
+def _check_dedicated(accelerator: Any, model: nn.Module) -> None:
+    """Refuse a model whose owners are not spread over accelerate's data-parallel ranks."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ConfigurationError("the optimizer belongs to another model than the one passed to accelerator.prepare")
+    if not runtime.topology.is_distributed:
+        raise ConfigurationError(
+            "the optimizer was built for one process: make the Accelerator first, then dmuon_hf.create_optimizer(model, ...)"
+        )
+    config = accelerator.parallelism_config
+    replicas = 1 if config is None else config.dp_replicate_size
+    wanted = (accelerator.num_processes // replicas, replicas)
+    found = (runtime.topology.shard_size, runtime.topology.replicate_size)
+    if found != wanted:
+        raise ConfigurationError(
+            f"the model is dedicated over (shards, replicas) = {found}, but accelerate shards over {wanted}: use one mesh"
+        )
+
+
+def _find_muon(args: tuple[Any, ...]) -> dmuon.Muon | None:
+    """The DMuon optimizer among `args`, unwrapped."""
+    for arg in args:
+        inner = arg.optimizer if isinstance(arg, AcceleratedOptimizer) else arg
+        if isinstance(inner, dmuon.Muon):
+            return cast(dmuon.Muon, inner)
+    return None
+
+
+def _is_prepared(accelerator: Any, arg: Any) -> bool:
+    containers = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    return any(arg is item for container in containers for item in container)

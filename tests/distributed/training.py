@@ -1,0 +1,178 @@
+"""One training run in every topology, and the same run in one process with the reference optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dmuon_hf.core as dmuon
+from tests.harness import models
+from tests.harness.reference import ReferenceOptimizer
+
+MODES = ("local", "z2", "z3", "hsdp", "hsdp_sync")
+HYPER: dict[str, Any] = {
+    "lr": 0.02,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+    "adamw_lr": 3e-3,
+    "adamw_weight_decay": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run is made of; ``mode`` is one of `MODES`."""
+
+    mode: str
+    model: str = "uneven"
+    steps: int = 5
+    accumulate: int = 1
+    checkpointing: str | None = None
+    dtype: torch.dtype = torch.float32
+    dedicate: dict[str, Any] = field(default_factory=dict)
+    muon: dict[str, Any] = field(default_factory=dict)
+    reference: dict[str, Any] = field(default_factory=dict)
+
+
+def make_model(name: str) -> nn.Module:
+    factories: dict[str, Callable[[], nn.Module]] = {
+        "uneven": models.uneven_model,
+        "mlp": models.tiny_mlp,
+        "llama": models.tiny_llama,
+        "llama_tied": lambda: models.tiny_llama(tied=True),
+    }
+    return factories[name]()
+
+
+def is_matrix(name: str, param: nn.Parameter) -> bool:
+    """Every 2-D weight inside a layer."""
+    return "layers." in name and param.ndim == 2 and min(param.shape) > 1
+
+
+def batch_of(run: Run, step: int) -> torch.Tensor:
+    if run.model.startswith("llama"):
+        return models.token_batch(step, batch=48)
+    width = 64 if run.model == "uneven" else 16
+    return models.dense_batch(step, batch=48, width=width).to(run.dtype)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.model.layers if hasattr(model, "model") else model.layers)
+
+
+def enable_checkpointing(model: nn.Module, kind: str) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind == "reentrant"})
+    model.train()
+    if kind == "reentrant":
+        model.enable_input_require_grads()
+
+
+def prepare(run: Run, world: int) -> tuple[nn.Module, dmuon.Muon]:
+    """The model dedicated, sharded and with its optimizer, for this rank of a run."""
+    model = make_model(run.model).to(run.dtype)
+    if run.checkpointing:
+        enable_checkpointing(model, run.checkpointing)
+    if run.mode == "local":
+        dmuon.dedicate_params(model, None, is_matrix, **run.dedicate)
+    elif run.mode in ("z2", "z3"):
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        reshard = run.mode == "z3"
+        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=reshard, **run.dedicate)
+        shard(model, mesh, reshard)
+    else:
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        dmuon.dedicate_params(
+            model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"], **run.dedicate
+        )
+        shard(model, mesh, True)
+    optimizer = dmuon.Muon(model, replicate_async=run.mode != "hsdp_sync", **{**HYPER, **run.muon})
+    return model, optimizer
+
+
+def shard(model: nn.Module, mesh: Any, reshard: bool) -> None:
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def backward(model: nn.Module, run: Run, step: int, rank: int, world: int) -> float:
+    """The backward passes of one optimizer step; returns the mean loss on this rank."""
+    total = 0.0
+    for micro in range(run.accumulate):
+        part = models.rank_part(batch_of(run, step), rank, world, micro=micro, n_micro=run.accumulate)
+        last = micro == run.accumulate - 1
+        with contextlib.nullcontext() if last else dmuon.no_sync(model):
+            loss = models.loss_of(model, part) / run.accumulate
+            loss.backward()
+        total += float(loss)
+    return total
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole tensor on every rank. A collective for DTensors."""
+    if tensor is None:
+        return None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+def train(rank: int, world: int, run: Run) -> dict[str, Any]:
+    """Train; on every rank the gradients and weights after every step, whole."""
+    model, optimizer = prepare(run, world)
+    history: dict[str, Any] = {"grads": [], "weights": [], "losses": []}
+    for step in range(run.steps):
+        history["losses"].append(backward(model, run, step, rank, world))
+        history["grads"].append(grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        history["weights"].append(snapshot(model))
+    counts = torch.tensor([float(optimizer.ns_matrices)])
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    history["ns_matrices"] = int(counts)
+    return history
+
+
+def reference(run: Run) -> dict[str, Any]:
+    """The same run in one process on the whole batch, with plain autograd and the reference optimizer."""
+    model = make_model(run.model).to(run.dtype)
+    optimizer = ReferenceOptimizer(model, is_matrix, **{**HYPER, **run.reference})
+    history: dict[str, Any] = {"grads": [], "weights": [], "matrices": len(optimizer.matrices)}
+    for step in range(run.steps):
+        models.loss_of(model, batch_of(run, step)).backward()
+        history["grads"].append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        history["weights"].append({n: p.detach().clone() for n, p in model.named_parameters()})
+    return history
+
+
+def assert_same_training(run: Run, result: dict[str, Any], expected: dict[str, Any], *, rtol: float = 2e-4) -> None:
+    """Gradients and weights of every step agree, relative to the size of each tensor."""
+    for kind in ("grads", "weights"):
+        for step in range(run.steps):
+            for name, want in expected[kind][step].items():
+                got = result[kind][step][name]
+                if want is None:
+                    assert got is None or not got.any(), f"{kind} {name} step {step}: expected none"
+                    continue
+                assert got is not None, f"{kind} {name} step {step}: missing"
+                error = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12)
+                assert error < rtol, f"{run.mode} {kind} {name} step {step}: relative error {error:.2e}"
+    assert result["ns_matrices"] == run.steps * expected["matrices"]

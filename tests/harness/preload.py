@@ -1,0 +1,48 @@
+"""Imported once by the fork server: every rank is forked from here with these modules in memory.
+
+It must start no thread and run no autograd, since neither survives a fork. The package itself is left to the ranks:
+what it does on import depends on the environment of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"
+warnings.simplefilter("ignore")
+
+MODULES = (
+    "pytest",
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.optim.adamw",
+    "torch.utils.checkpoint",
+    "safetensors.torch",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "accelerate",
+    "accelerate.utils.fsdp_utils",
+    "tests.harness.child",
+)
+
+for _name in MODULES:
+    # A module that cannot be imported fails again in the rank that needs it, with its traceback.
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+warnings.resetwarnings()
