@@ -22,7 +22,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
     Local: any rank may call it, and all get the same text. Without an optimizer, or before `accelerator.prepare`, the
     columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row; their
-    owners are listed as ranges of `shard` or `shard/replicate` coordinates.
+    owners are listed as `shard` or `shard/replicate` coordinates. The learning rate is the one before any schedule.
 
     Args:
         model: the model, before or after it is prepared.
@@ -44,13 +44,13 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             "x".join(map(str, parameter.shape)),
             route.route,
             "" if group is None else str(group.get("group_name", "")),
-            "" if group is None else f"{float(group['lr']):.3g}",
+            "" if group is None else f"{float(group.get('initial_lr', group['lr'])):.3g}",
             "" if group is None else f"{float(group.get('weight_decay', 0.0)):.3g}",
             _layout(route.spec, tuple(parameter.shape)),
             route.reason,
         )
         rows.setdefault(cells, []).append(owner)
-    lines = [(*cells[:-1], _ranges(owners), cells[-1]) for cells, owners in rows.items()]
+    lines = [(*cells[:-1], _distinct(owners), cells[-1]) for cells, owners in rows.items()]
     return "\n".join([_summary(model, table, runtime), "", *_aligned([_HEADER, *lines])])
 
 
@@ -108,7 +108,7 @@ def _coordinate(owner: int | tuple[int, int]) -> str:
     return str(owner) if isinstance(owner, int) else "/".join(map(str, owner))
 
 
-def _ranges(owners: Iterable[str]) -> str:
+def _distinct(owners: Iterable[str]) -> str:
     """Distinct owners in order of appearance, at most six of them."""
     distinct = list(dict.fromkeys(owner for owner in owners if owner))
     return " ".join(distinct[:6]) + (" ..." if len(distinct) > 6 else "")

@@ -158,6 +158,7 @@ def refused(rank: int, world: int) -> None:
         lambda: torch.rand_like(x, dtype=x.dtype),
         lambda: torch.cat([x, x]),
         lambda: x.new_zeros(3),
+        lambda: x.new_empty(3),
         lambda: torch.linalg.vector_norm(x, -float("inf")),
         lambda: x.std(dim=1),
     ]

@@ -7,6 +7,7 @@ what it does on import depends on the environment of the process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import warnings
@@ -46,3 +47,6 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 warnings.resetwarnings()
+# A full collection in every rank would walk, and so copy, the whole shared heap.
+gc.collect()
+gc.freeze()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness import RanksFailedError, init_gloo, run_ranks, run_ranks_outcomes
+from tests.harness.comm import CollectiveCounter
+from tests.harness.fake import fake_world
 from tests.harness.faults import die, fail, hang, on_call
 
 
@@ -212,6 +215,26 @@ def test_output_of_a_failing_rank_is_shown():
 def _print_and_fail(rank: int, world: int) -> None:
     os.write(2, b"a line on stderr\n")
     fail()
+
+
+def test_deprecated_call_made_by_the_package_fails_the_rank():
+    outcomes = run_ranks_outcomes(_deprecated_call, 2, timeout=30)
+    assert [o.status for o in outcomes] == ["raised", "returned"]
+
+
+def _deprecated_call(rank: int, world: int) -> None:
+    module = "dmuon_hf.core.runtime" if rank == 0 else "torch.distributed"
+    warnings.warn_explicit("old", FutureWarning, "file.py", 1, module=module)
+
+
+def test_fake_world_counts_collectives_of_a_thousand_ranks():
+    assert run_ranks(_collective_in_fake_world, 1, init=False) == [(1024, pytest.approx(2 * 1023 / 1024 * 400))]
+
+
+def _collective_in_fake_world(rank: int, world: int) -> tuple[int, float]:
+    with fake_world(1024, rank=5), CollectiveCounter() as counter:
+        dist.all_reduce(torch.ones(100))
+        return counter.records[0].group_size, counter.ring_bytes()
 
 
 def test_bad_world_size_is_refused():

@@ -18,7 +18,13 @@ def _run(code: str, **env: str) -> str:
 
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | env
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

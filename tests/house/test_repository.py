@@ -85,6 +85,13 @@ def test_installed_versions_are_the_pinned_ones():
         assert version(name).split("+")[0] == pins[name]
 
 
+def test_versions_checked_at_run_time_are_the_declared_ones(project):
+    from dmuon_hf.compat import SUPPORTED
+
+    declared = project["dependencies"] + project["optional-dependencies"]["hf"]
+    assert [str(item) for item in SUPPORTED if str(item) not in declared] == []
+
+
 def test_package_is_marked_as_typed_and_licensed(project):
     assert (ROOT / "dmuon_hf" / "py.typed").exists()
     assert project["license"] == "Apache-2.0"

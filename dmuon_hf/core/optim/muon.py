@@ -253,10 +253,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._bound:
-            self._bind()
         runtime = self._runtime
         runtime.prepare_grads()
+        if not self._bound:
+            self._bind()
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         grads = self._local_grads()
         verdict = agree_on_step(runtime, grads, getattr(self, "found_inf", None))

@@ -73,8 +73,7 @@ class OwnedTensor(DTensor):
     mesh. Anything else raises NotImplementedError.
     """
 
-    __slots__ = ("_content", "_is_owner", "_owner")
-
+    # No __slots__: asynchronous checkpoints copy `__dict__` and the class's own `__slots__`, and must reach DTensor's.
     _owner: int
     _is_owner: bool
     _content: Content
@@ -328,7 +327,7 @@ def _local_argument(func: OpOverload, value: Any, reference: OwnedTensor) -> Any
     )
 
 
-def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Run on the local tensors; a result has the layout of the arguments."""
     flat = torch.utils._pytree.tree_leaves((args, kwargs))
     owned = [value for value in flat if isinstance(value, OwnedTensor)]
@@ -400,6 +399,16 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     return destination
 
 
+def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``new_empty`` of the same shape, which is how checkpoint staging makes its copy."""
+    tensor, size = args
+    if tuple(size) != tuple(tensor.shape):
+        raise NotImplementedError(
+            f"new_empty({tuple(size)}) from an owned tensor of another shape: use torch.empty, or full_tensor() first"
+        )
+    return _elementwise(aten.empty_like.default, (tensor,), kwargs)
+
+
 def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     destinations, sources, *rest = args
     for destination, source in zip(destinations, sources, strict=True):
@@ -467,6 +476,7 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 _SPECIAL: dict[OpOverload, _Operator] = {
     aten.copy_.default: _copy,
     aten._foreach_copy_.default: _foreach_copy,
+    aten.new_empty.default: _new_empty,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

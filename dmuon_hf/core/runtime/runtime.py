@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigurationError, DMuonError
@@ -51,10 +52,13 @@ class Runtime:
         self.backward = BackwardPass(self.units, delay_second_stage=delay_second_stage)
         self.prefetcher = Prefetcher(self.units)
         self._handles: list[RemovableHandle] = []
+        self._root: nn.Module | None = None
+        self._fsdp_modules: list[FSDPModule] | None = None
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def register_hooks(self, root: nn.Module) -> None:
+        self._root = root
         for unit in self.units:
             self._handles += register_unit_hooks(unit, self.backward, self.prefetcher)
             unit.module.__dict__[SYNC_LISTENER] = self._listener(unit)
@@ -91,16 +95,34 @@ class Runtime:
         return all(unit.requires_sync for unit in self.units)
 
     def prepare_grads(self) -> None:
-        """Check that every dedicated ``.grad`` is final; it is when ``backward()`` has returned.
+        """Make parameters and gradients ready for an update: every ``.grad`` final, every parameter sharded.
+
+        Dedicated gradients are final when ``backward()`` has returned. FSDP2 keeps its root's whole weights after a forward that
+        no backward followed, and would use them again after the step: it is told to give them up.
 
         Raises:
-            DMuonError: The last backward pass ended with an exception. Zero the gradients before the next step.
+            DMuonError: The last backward pass ended with an exception, or gradients of passes under ``no_sync`` were never reduced.
         """
         if self.backward.active:
             raise DMuonError(
                 "the last backward pass did not finish, so its gradients are incomplete: call optimizer.zero_grad() and "
                 "run the batch again before optimizer.step()"
             )
+        for module in self._fsdp():
+            module.reshard()
+        waiting = next((unit.name for unit in self.units if unit.has_unsynchronised_grads), None)
+        if waiting is not None:
+            raise DMuonError(
+                f"gradients of {waiting!r} were accumulated under no_sync and never reduced to their owners: run the last "
+                "micro-batch outside of no_sync, or call optimizer.zero_grad() to drop them"
+            )
+
+    def _fsdp(self) -> list[FSDPModule]:
+        # Looked up late: fully_shard comes after dedicate_params.
+        if self._fsdp_modules is None:
+            modules = self._root.modules() if self._root is not None else ()
+            self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
+        return self._fsdp_modules
 
     def grad_flags(self) -> list[bool]:
         """Per dedicated parameter, in plan order: whether this rank has seen a gradient since gradients were zeroed."""

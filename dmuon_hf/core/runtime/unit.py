@@ -73,6 +73,7 @@ class Unit:
         self._gather: InFlight | None = None
 
         self._accumulated: list[Tensor | None] = [None] * len(self.params)
+        self._unsynchronised = 0
         self._pending: PendingReduction | None = None
         self._forward_calls = 0
         self._inputs_done = False
@@ -205,12 +206,18 @@ class Unit:
         ):
             self._grads.to(GradState.READY)
 
+    @property
+    def has_unsynchronised_grads(self) -> bool:
+        """Whether passes under ``no_sync`` wait for one that reduces; the same on every rank that ran the same passes."""
+        return self._unsynchronised > 0 and any(param.param.grad is not None for param in self.params)
+
     def launch_reduction(self) -> None:
         """Send the gradients of this pass, and those accumulated before, to the owners. Collective (shard group)."""
         self._fold()
         self._show_owned()
         grads = self._accumulated
         self._accumulated = [None] * len(self.params)
+        self._unsynchronised = 0
         self._grads.to(GradState.REDUCING)
         self._pending = self.reduction.launch(grads)
 
@@ -236,6 +243,7 @@ class Unit:
         """Keep the gradients of this pass on this rank (``no_sync``)."""
         self._fold()
         self._show_owned()
+        self._unsynchronised += 1
         for param in self.params:
             if param.param.requires_grad and param.param.grad is None:
                 _add_grad(param, None)
@@ -278,6 +286,7 @@ class Unit:
         for unsharded in self._unsharded:
             unsharded.grad = None
         self._accumulated = [None] * len(self.params)
+        self._unsynchronised = 0
         self.saw_grad = [False] * len(self.params)
         if self._grads.state is not GradState.IDLE:
             self._grads.to(GradState.IDLE)

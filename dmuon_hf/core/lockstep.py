@@ -1,0 +1,53 @@
+"""A meeting point for collectives that user code may have put behind ``if rank == 0``: an error instead of a hang."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dmuon_hf.core.errors import LockstepError
+
+__all__ = ["MEETING_TIMEOUT", "meet"]
+
+MEETING_TIMEOUT = timedelta(seconds=30)
+"""How long a rank waits for the others before it names those that are missing."""
+
+_met: Counter[tuple[dist.Store, str]] = Counter()
+
+
+def meet(what: str, group: dist.ProcessGroup | None, *, timeout: timedelta = MEETING_TIMEOUT) -> None:
+    """Return when every rank of ``group`` has called this for ``what``. Uses the rendezvous store, not the group itself.
+
+    Waiting in the store costs a round trip and leaves the group's own collectives, which cannot be taken back, untouched.
+
+    Args:
+        what: name of the call, as the user knows it.
+        group: the ranks to meet; None is the default group. Nothing to do without a process group or with one rank.
+        timeout: longest time between the first and the last rank.
+
+    Raises:
+        LockstepError: some ranks did not come in time; the message names them.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    store = dist.distributed_c10d._get_default_store()
+    place = f"dmuon_hf/{what}/{ranks[0]}-{ranks[-1]}-{len(ranks)}"
+    # A rank that gives up does not count the meeting, so that it can come again to the same one.
+    meeting = f"{place}/{_met[store, place]}"
+    if store.add(f"{meeting}/arrived/{dist.get_rank()}", 1) == 1 and store.add(f"{meeting}/count", 1) == len(ranks):
+        store.set(f"{meeting}/complete", "1")
+    try:
+        store.wait([f"{meeting}/complete"], timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [rank for rank in ranks if store.add(f"{meeting}/arrived/{rank}", 0) == 0]
+        if not missing:
+            raise
+        raise LockstepError(
+            f"{what} is collective, but ranks {missing} did not call it within {timeout.total_seconds():.0f} s of rank "
+            f"{dist.get_rank()}: call it on every rank, not under `if rank == 0`, and let rank 0 alone write the result. If "
+            "the other ranks are merely late, pass a longer timeout"
+        ) from error
+    _met[store, place] += 1

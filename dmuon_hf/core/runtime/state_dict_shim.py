@@ -1,0 +1,89 @@
+"""Loading whole tensors into owned ones through ``torch.distributed.checkpoint.state_dict``.
+
+``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``full_state_dict=True`` cut every whole tensor
+evenly by its placements, which for an owned tensor is the wrong cut. Two private functions of torch do that; the
+shim answers for owned tensors and passes everything else on unchanged. Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._state_dict_utils as _state_dict_utils
+import torch.distributed.checkpoint.state_dict as _checkpoint_state_dict
+from torch.distributed.tensor import DTensor
+
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+
+__all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim"]
+
+# Where torch looks each function up when it calls it.
+_BROADCAST = (_state_dict_utils, "_distribute_tensors")
+_EVERY_RANK = (_checkpoint_state_dict, "_distribute_state_dict")
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install_state_dict_shim() -> None:
+    """Make full state dicts load into owned tensors. Safe to repeat; without owned tensors it changes nothing."""
+    if _originals:
+        return
+    for (module, name), wrapper in ((_BROADCAST, _distribute_tensors), (_EVERY_RANK, _distribute_state_dict)):
+        _originals[name] = getattr(module, name)
+        setattr(module, name, wrapper)
+
+
+def uninstall_state_dict_shim() -> None:
+    """Give torch its own functions back."""
+    for module, name in (_BROADCAST, _EVERY_RANK):
+        if name in _originals:
+            setattr(module, name, _originals.pop(name))
+
+
+def is_installed() -> bool:
+    """Whether the shim is in place."""
+    return bool(_originals)
+
+
+def _whole_to_owned(reference: OwnedTensor, whole: torch.Tensor) -> OwnedTensor:
+    """Values known to every rank, in the layout of ``reference``, on the device and in the dtype of ``whole``."""
+    local = whole.detach().clone() if reference.is_owner else whole.new_empty((0, *whole.shape[1:]))
+    return OwnedTensor.from_local(
+        local.contiguous(), reference.device_mesh, owner=reference.owner, shape=reference.shape
+    )
+
+
+def _distribute_tensors(
+    local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None
+) -> None:
+    """With ``broadcast_from_rank0``: ``local_state_dict[key]`` is a pair (destination, whole tensor received)."""
+    for key in keys:
+        pair = local_state_dict.get(key)
+        if not (isinstance(pair, tuple) and isinstance(pair[0], OwnedTensor)):
+            continue
+        destination, whole = pair
+        if destination.shape != whole.shape:
+            continue  # torch names the mismatch when it loads
+        if destination.to_local().is_meta:
+            local_state_dict[key] = _whole_to_owned(destination, whole)
+        else:
+            with torch.no_grad():
+                local_state_dict[key] = destination.copy_(whole)
+    _originals["_distribute_tensors"](local_state_dict, keys, device, pg)
+
+
+def _distribute_state_dict(
+    full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], device: torch.device, pg: Any = None
+) -> None:
+    """Without ``broadcast_from_rank0``: every rank has the whole tensors."""
+    remaining = {}
+    for key, value in full_state_dict.items():
+        destination = local_state_dict.get(key)
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(destination, OwnedTensor) and plain and value.shape == destination.shape:
+            local_state_dict[key] = _whole_to_owned(destination, value.to(device))
+        else:
+            remaining[key] = value
+    _originals["_distribute_state_dict"](remaining, local_state_dict, device, pg)

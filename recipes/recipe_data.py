@@ -1,0 +1,119 @@
+"""Text of the recipes, cut into blocks of tokens."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Blocks", "load_blocks"]
+
+_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Training and held-out blocks, each a row with `input_ids` and `labels` of the same length."""
+
+    train: Dataset
+    held_out: Dataset
+
+
+def load_blocks(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    block_size: int,
+    max_train: int | None,
+    max_held_out: int,
+    config: str | None = None,
+    split: str = "train",
+    column: str | None = None,
+) -> Blocks:
+    """Blocks of `block_size` tokens from `stdlib`, local files (separated by commas), or a dataset on the Hub.
+
+    Every twentieth text is held out. Texts are joined by the end-of-text token; the rest that fills no block is dropped.
+
+    Raises:
+        SystemExit: no text column, or too little text.
+    """
+    texts = _texts(name, config=config, split=split, column=column)
+    train, held_out = [], []
+    for index, text in enumerate(texts):
+        (held_out if index % 20 == 0 else train).append(text)
+        if max_train is not None and index % 20 == 19 and _enough(train, max_train, block_size):
+            break
+    blocks = Blocks(
+        train=_blocks(train, tokenizer, block_size, max_train),
+        held_out=_blocks(held_out, tokenizer, block_size, max_held_out),
+    )
+    if len(blocks.train) == 0 or len(blocks.held_out) == 0:
+        raise SystemExit(
+            f"{name!r} has too little text for blocks of {block_size} tokens ({len(blocks.train)} to train on, "
+            f"{len(blocks.held_out)} held out): use more text or a smaller --block_size"
+        )
+    return blocks
+
+
+def _enough(texts: list[str], blocks: int, block_size: int) -> bool:
+    """Whether the text surely fills the blocks; a token rarely has more than eight characters."""
+    return sum(map(len, texts)) > 8 * blocks * block_size
+
+
+def _texts(name: str, *, config: str | None, split: str, column: str | None) -> Iterator[str]:
+    paths = [Path(part) for part in name.split(",")]
+    if name == "stdlib":
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            yield path.read_text(encoding="utf-8", errors="replace")
+    elif all(path.is_file() for path in paths):
+        for path in paths:
+            loader = _LOADERS.get(path.suffix)
+            if loader is None:
+                yield from _paragraphs(path.read_text(encoding="utf-8", errors="replace"))
+            else:
+                yield from _column(load_dataset(loader, data_files=str(path), split="train"), column)
+    else:
+        yield from _column(load_dataset(name, config, split=split), column)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Pieces of about 4,000 characters that end at line ends, so that a single file can be split into train and held-out."""
+    piece: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        piece.append(line)
+        size += len(line)
+        if size >= 4000:
+            yield "".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def _column(dataset: Any, column: str | None) -> Iterator[str]:
+    names = dataset.column_names
+    chosen = column or ("text" if "text" in names else None)
+    if chosen not in names:
+        raise SystemExit(f"name the column that holds the text with --text_column; the columns are {names}")
+    for row in dataset:
+        yield row[chosen]
+
+
+def _blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None) -> Dataset:
+    rows: list[list[int]] = []
+    pending: list[int] = []
+    for text in texts:
+        pending += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if tokenizer.eos_token_id is not None:
+            pending.append(tokenizer.eos_token_id)
+        while len(pending) >= size and (limit is None or len(rows) < limit):
+            rows.append(pending[:size])
+            pending = pending[size:]
+        if limit is not None and len(rows) >= limit:
+            break
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
