@@ -1,29 +1,163 @@
-"""The model of the benchmark and the ways to train it that are compared."""
+"""The model of the benchmarks and the ways to train it that are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.core.runtime import runtime_of
 
-__all__ = ["ADAMW", "MODES", "BATCH", "Contender", "batch_of", "build", "is_matrix", "make_model", "modes_for"]
+__all__ = ["BATCH", "MODES", "Contender", "Mode", "NewtonSchulzProbe", "batch_of", "build", "choose_modes"]
 
 BATCH = (2, 32)
 """Sequences and tokens of one rank's batch."""
-
-ADAMW = "adamw-z3"
-"""The mode that the others are compared with."""
+_VOCABULARY = 512
 
 
-def make_model() -> nn.Module:
-    """A Llama of four layers, fp32, the same on every rank: 3.15 M of its 3.41 M parameters are Muon matrices."""
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to train.
+
+    Attributes:
+        optimizer: ``"adamw"`` is FSDP2 with foreach AdamW, ``"dmuon"`` this package.
+        reshard: Whether whole weights are freed between forward and backward (Z3, FSDP2's default) or kept (Z2).
+        hsdp: Two replicas instead of one.
+        dtype: What Newton-Schulz iterates in.
+        rival: The AdamW mode with the same sharding.
+    """
+
+    optimizer: str
+    reshard: bool
+    rival: str
+    hsdp: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+MODES: dict[str, Mode] = {
+    "adamw-z3": Mode("adamw", reshard=True, rival="adamw-z3"),
+    "adamw-z2": Mode("adamw", reshard=False, rival="adamw-z2"),
+    "adamw-hsdp": Mode("adamw", reshard=True, rival="adamw-hsdp", hsdp=True),
+    "dmuon-z3": Mode("dmuon", reshard=True, rival="adamw-z3"),
+    "dmuon-z2": Mode("dmuon", reshard=False, rival="adamw-z2"),
+    "dmuon-hsdp": Mode("dmuon", reshard=True, rival="adamw-hsdp", hsdp=True),
+    "dmuon-z3-bf16": Mode("dmuon", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
+    "dmuon-z2-bf16": Mode("dmuon", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
+}
+
+
+def choose_modes(asked: Sequence[str] | None, world: int) -> list[str]:
+    """The modes asked for, or all that ``world`` ranks and this CPU can run. Prints what it leaves out.
+
+    Raises:
+        SystemExit: A mode that was asked for needs another number of ranks.
+    """
+    impossible = {name for name, mode in MODES.items() if mode.hsdp and (world < 4 or world % 2)}
+    if asked is not None:
+        refused = sorted(impossible.intersection(asked))
+        if refused:
+            raise SystemExit(f"{', '.join(refused)} trains on 2 x n/2 ranks: pass an even --ranks of at least 4")
+        return list(dict.fromkeys(asked))
+    slow: set[str] = set()
+    if not _multiplies_bfloat16():
+        slow = {name for name, mode in MODES.items() if mode.dtype == torch.bfloat16}
+        print(f"left out, this CPU has no bfloat16 products: {', '.join(sorted(slow))}")
+    if impossible:
+        print(f"left out, for an even number of at least 4 ranks: {', '.join(sorted(impossible))}")
+    return [name for name in MODES if name not in impossible | slow]
+
+
+def _multiplies_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(key)) for key in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+class NewtonSchulzProbe:
+    """Newton-Schulz that notes its calls and times them, so that they can be repeated without the step around them."""
+
+    def __init__(self, inner: dmuon.NewtonSchulz, clock: Any) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._calls: list[tuple[Tensor, int | None]] = []
+        self.seconds = 0.0
+
+    def reset(self) -> None:
+        self._calls.clear()
+        self.seconds = 0.0
+
+    def __call__(self, matrices: Tensor, /, *, steps: int | None = None) -> Tensor:
+        self._calls.append((matrices, steps))
+        started = self._clock()
+        result = self._inner(matrices, steps=steps)
+        self.seconds += self._clock() - started
+        return result
+
+    def replay(self) -> None:
+        """Repeat the calls since the last reset, on the same input."""
+        for matrices, steps in self._calls:
+            self._inner(matrices, steps=steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A mode set up on this rank."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    probe: NewtonSchulzProbe | None = None
+
+    def loss(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return result
+
+    def update(self) -> None:
+        """``step()`` and ``zero_grad()``, and the end of what ``step()`` left running (the HSDP publish)."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        runtime = runtime_of(self.model)
+        if runtime is not None:
+            runtime.finish_publish()
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    """Token ids, other ones on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, _VOCABULARY, BATCH, generator=generator)
+
+
+def build(name: str, world: int, *, clock: Any) -> Contender:
+    """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz."""
+    mode = MODES[name]
+    model = _make_model()
+    if mode.hsdp:
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        shard_mesh, replicate_mesh = mesh["shard"], mesh["replicate"]
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+        shard_mesh, replicate_mesh = mesh, None
+    if mode.optimizer == "dmuon":
+        dmuon.dedicate_params(
+            model, shard_mesh, _is_matrix, reshard_after_forward=mode.reshard, replicate_mesh=replicate_mesh
+        )
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=mode.reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=mode.reshard)
+    if mode.optimizer == "adamw":
+        return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
+    probe = NewtonSchulzProbe(dmuon.NewtonSchulz("auto", dtype=mode.dtype), clock)
+    optimizer = dmuon.Muon(model, lr=1e-3, ns_backend=probe, first_step_progress_log=False)  # type: ignore[arg-type]
+    return Contender(name, model, optimizer, probe)
+
+
+def _make_model() -> Any:
+    """A Llama in fp32, the same on every rank: 3.15 M of its 3.41 M parameters are matrices for Muon."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -34,118 +168,12 @@ def make_model() -> nn.Module:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=512,
+            vocab_size=_VOCABULARY,
             attn_implementation="eager",
             tie_word_embeddings=False,
         )
     )
 
 
-def is_matrix(name: str, param: nn.Parameter) -> bool:
-    """What Muon updates: every 2-D weight inside a layer."""
+def _is_matrix(name: str, param: nn.Parameter) -> bool:
     return "layers." in name and param.ndim == 2
-
-
-def batch_of(rank: int, step: int) -> Tensor:
-    """Token ids, other ones on every rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, 512, BATCH, generator=generator)
-
-
-class CountedNewtonSchulz:
-    """Newton-Schulz that remembers what it is called with: ``(shape, dtype)`` of each batch and the steps."""
-
-    def __init__(self, inner: dmuon.NewtonSchulz) -> None:
-        self.inner = inner
-        self.calls: list[tuple[torch.Size, torch.dtype, int | None]] = []
-        self.clock: Callable[[], float] | None = None
-        self.spent = 0.0
-
-    def __call__(self, matrices: Tensor, /, *, steps: int | None = None) -> Tensor:
-        self.calls.append((matrices.shape, matrices.dtype, steps))
-        if self.clock is None:
-            return self.inner(matrices, steps=steps)
-        started = self.clock()
-        result = self.inner(matrices, steps=steps)
-        self.spent += self.clock() - started
-        return result
-
-
-@dataclass
-class Contender:
-    """One way to train, set up on this rank."""
-
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    newton_schulz: CountedNewtonSchulz | None = None
-
-    def loss(self, ids: Tensor) -> Tensor:
-        result: Tensor = self.model(input_ids=ids, labels=ids).loss
-        return result
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def _shard(model: Any, mesh: DeviceMesh, *, reshard: bool) -> None:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-
-
-def _adamw(name: str, world: int, *, reshard: bool) -> Contender:
-    model = make_model()
-    _shard(model, init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), reshard=reshard)
-    return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=True))
-
-
-def _ours(name: str, world: int, *, reshard: bool, hsdp: bool = False, dtype: torch.dtype = torch.float32) -> Contender:
-    model = make_model()
-    if hsdp:
-        grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        dmuon.dedicate_params(
-            model, grid["shard"], is_matrix, reshard_after_forward=reshard, replicate_mesh=grid["replicate"]
-        )
-        _shard(model, grid, reshard=reshard)
-    else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=reshard)
-        _shard(model, mesh, reshard=reshard)
-    counted = CountedNewtonSchulz(dmuon.NewtonSchulz("auto", dtype=dtype))
-    optimizer = dmuon.Muon(
-        model,
-        lr=1e-3,
-        weight_decay=0.01,
-        adamw_lr=1e-3,
-        ns_backend=counted,  # type: ignore[arg-type]
-        first_step_progress_log=False,
-    )
-    return Contender(name, model, optimizer, counted)
-
-
-MODES: dict[str, Callable[[str, int], Contender]] = {
-    "adamw-z3": lambda name, world: _adamw(name, world, reshard=True),
-    "adamw-z2": lambda name, world: _adamw(name, world, reshard=False),
-    "dmuon-z3": lambda name, world: _ours(name, world, reshard=True),
-    "dmuon-z2": lambda name, world: _ours(name, world, reshard=False),
-    "dmuon-hsdp": lambda name, world: _ours(name, world, reshard=True, hsdp=True),
-    "dmuon-z3-bf16": lambda name, world: _ours(name, world, reshard=True, dtype=torch.bfloat16),
-    "dmuon-z2-bf16": lambda name, world: _ours(name, world, reshard=False, dtype=torch.bfloat16),
-}
-"""FSDP2 with AdamW, and ours with Newton-Schulz in float32 or (``-bf16``) bfloat16; z3 frees whole weights after forward."""
-
-
-def modes_for(world: int) -> list[str]:
-    """The modes that a run of ``world`` ranks on this CPU compares by default."""
-    native = torch.cpu.get_capabilities()
-    skipped = {"dmuon-hsdp"} if world < 4 else set()
-    if not any(native.get(key) for key in ("amx_bf16", "avx512_bf16", "bf16")):
-        skipped |= {"dmuon-z3-bf16", "dmuon-z2-bf16"}
-    return [name for name in MODES if name not in skipped]
-
-
-def build(name: str, world: int) -> Contender:
-    """Set up one mode. Collective over the default process group."""
-    return MODES[name](name, world)

@@ -29,7 +29,7 @@ _LOOPBACK = "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1800.0) -> list[Any]:
     """Call ``fn(rank, world, *args)`` on ``world`` processes with one compute thread each; results in rank order.
 
-    ``fn`` is a module-level function; it and its arguments are pickled. The default process group exists when it starts.
+    ``fn`` is a module-level function, pickled with its arguments. The default process group exists when it starts.
 
     Raises:
         RuntimeError: A rank raised (with its traceback) or died; the others are ended.

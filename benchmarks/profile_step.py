@@ -1,8 +1,10 @@
-"""Where the time of one training step goes on one rank: python benchmarks/profile_step.py --mode dmuon-z3
+"""Show where the time of one training step goes.
+
+    python benchmarks/profile_step.py --modes adamw-z3 dmuon-z3
 
 Functions of the runtime, the optimizer and FSDP2 are wrapped with timers that do not overlap: a section counts neither
 what is counted by a section inside it nor anything after it. What no section covers is the model's own forward and
-backward. Calls a few hundred times a step cost about a microsecond each to time.
+backward. Timing a call costs about a microsecond, and a step has a few hundred.
 """
 
 from __future__ import annotations
@@ -70,12 +72,14 @@ class Sections:
 
 
 def instrument(sections: Sections) -> None:
-    from contenders import CountedNewtonSchulz
+    """Wrap what the sections name. Before any contender is built, since hooks bind what they find."""
+    from contenders import NewtonSchulzProbe
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.optim import AdamW
 
     from dmuon_hf.core.optim import muon, update, verdict
+    from dmuon_hf.core.runtime import unit
     from dmuon_hf.core.runtime.collectives import InFlight
     from dmuon_hf.core.runtime.hooks import _UnitHooks
     from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
@@ -84,7 +88,6 @@ def instrument(sections: Sections) -> None:
     from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction, _Stage
     from dmuon_hf.core.runtime.runtime import Runtime
     from dmuon_hf.core.runtime.schedule import BackwardPass
-    from dmuon_hf.core.runtime import unit
 
     for owner, attribute, section in (
         (_UnitHooks, "pre_forward", "hook: before forward"),
@@ -112,7 +115,7 @@ def instrument(sections: Sections) -> None:
         (Runtime, "_all_reduce", "step: agreement, all-reduce"),
         (muon, "apply_muon", "step: momentum and update"),
         (update, "_orthogonal_updates", "step: stack, scale, split"),
-        (CountedNewtonSchulz, "__call__", "step: Newton-Schulz"),
+        (NewtonSchulzProbe, "__call__", "step: Newton-Schulz"),
         (muon, "apply_adamw", "step: AdamW"),
         (AdamW, "step", "step: AdamW"),
         (Runtime, "publish", "step: publish"),
@@ -135,7 +138,7 @@ def profile(rank: int, world: int, modes: list[str], steps: int, warmup: int) ->
     """On each rank: ``mode -> section -> [wall ms, CPU ms, calls]``, means over the steps."""
     sections = Sections()
     instrument(sections)
-    contenders = [build(mode, world) for mode in modes]
+    contenders = [build(mode, world, clock=time.perf_counter) for mode in modes]
     totals: dict[str, dict[str, list[float]]] = {mode: defaultdict(lambda: [0.0, 0.0, 0.0]) for mode in modes}
     for step in range(warmup + steps):
         ids = batch_of(rank, step)
@@ -155,8 +158,8 @@ def profile(rank: int, world: int, modes: list[str], steps: int, warmup: int) ->
             if step < warmup:
                 continue
             table = totals[contender.name]
-            for name in sections.wall:
-                for column, value in enumerate((1e3 * sections.wall[name], 1e3 * sections.cpu[name], sections.calls[name])):
+            for name, wall in sections.wall.items():
+                for column, value in enumerate((1e3 * wall, 1e3 * sections.cpu[name], sections.calls[name])):
                     table[name][column] += value / steps
             table["all"][0] += 1e3 * sum(sections.wall.values()) / steps
             table["all"][1] += 1e3 * process / steps

@@ -67,7 +67,7 @@ def _print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     print(f"\n{title}")
     for row in [columns, ["-" * width for width in widths], *rows]:
-        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         print("  ".join(cells).rstrip())
 
 

@@ -14,6 +14,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 
 import dmuon_hf.core as dmuon
@@ -37,12 +38,27 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
             )
         return original(accelerator, *args, **kwargs)
     checks.check_launch(accelerator.state)
-    prepared = [arg for arg in args if _is_prepared(accelerator, arg)]
-    if accelerator.is_fsdp2 and prepared:
-        # accelerate would map parameters again, by addresses that empty tensors do not have.
-        rest = [arg if any(arg is done for done in prepared) else original(accelerator, arg) for arg in args]
-        return rest[0] if len(rest) == 1 else tuple(rest)
+    models = [arg for arg in args if isinstance(arg, nn.Module)]
+    if accelerator.is_fsdp2 and not any(arg is optimizer for arg in args) and all(isinstance(model, FSDPModule) for model in models):
+        return _prepare_again(original, accelerator, args)
     return original(accelerator, *args, **kwargs)
+
+
+def _prepare_again(original: Callable[..., Any], accelerator: Any, args: tuple[Any, ...]) -> Any:
+    """Prepare what was prepared before, as a second `Trainer.train()` does: the Accelerator only has to know it again.
+
+    accelerate would map the parameters once more, by addresses that empty tensors do not have.
+    """
+    results = []
+    for arg in args:
+        if isinstance(arg, (nn.Module, AcceleratedOptimizer)):
+            known = accelerator._models if isinstance(arg, nn.Module) else accelerator._optimizers
+            if not any(arg is item for item in known):
+                known.append(arg)
+            results.append(arg)
+        else:
+            results.append(original(accelerator, arg))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
@@ -117,7 +133,3 @@ def _find_muon(args: tuple[Any, ...]) -> dmuon.Muon | None:
             return cast(dmuon.Muon, inner)
     return None
 
-
-def _is_prepared(accelerator: Any, arg: Any) -> bool:
-    containers = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
-    return any(arg is item for container in containers for item in container)

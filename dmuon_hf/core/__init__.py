@@ -1,14 +1,31 @@
 """A distributed Muon for plain PyTorch: dedicated ownership on FSDP2 and HSDP. Knows torch only.
 
-    import dmuon_hf.core as dmuon
+import dmuon_hf.core as dmuon
 
-    dmuon.dedicate_params(model, mesh, predicate=lambda name, param: "proj" in name and param.ndim == 2)
-    fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)
+dmuon.dedicate_params(model, mesh, predicate=lambda name, param: "proj" in name and param.ndim == 2)
+fully_shard(model, mesh=mesh)
+optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)
 """
 
 from __future__ import annotations
 
+from .checkpoint import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from .clip import (
+    GradClipBucket,
+    GradClipBucketStats,
+    MuonGradClipStats,
+    SegmentedGradClipResult,
+    clip_grad_norm_,
+    clip_grad_norm_buckets_,
+    register_muon_grad_clip_strategy,
+    try_clip_optimizer_grad_norm_buckets_,
+)
+from .diagnostics import summarize_comm_plan, summarize_param_groups
 from .errors import ConfigurationError, DMuonError, LockstepError
 from .ns import (
     DEFAULT_COEFFICIENTS,
@@ -26,6 +43,7 @@ from .ns import (
 from .optim import Muon, convert_lr
 from .plan import MatrixSpec, Plan
 from .runtime import DedicatedCommContext, DedicatedParam, OwnedTensor, install_patch, runtime_of, uninstall_patch
+from .runtime.state_dict_shim import install_state_dict_shim
 from .setup import dedicate_params
 from .utilities import (
     broadcast_all_updates,
@@ -48,21 +66,29 @@ __all__ = [
     "DMuonError",
     "DedicatedCommContext",
     "DedicatedParam",
+    "GradClipBucket",
+    "GradClipBucketStats",
     "LockstepError",
     "MatrixSpec",
     "Muon",
+    "MuonGradClipStats",
     "NewtonSchulz",
     "OwnedTensor",
     "Plan",
+    "SegmentedGradClipResult",
     "broadcast_all_updates",
     "broadcast_all_updates_async",
+    "clip_grad_norm_",
+    "clip_grad_norm_buckets_",
     "convert_lr",
     "dedicate_params",
     "direct_newton_schulz",
     "get_backend_status",
     "get_comm_ctx",
     "get_dedicated_params",
+    "get_model_state_dict",
     "get_ns_backend",
+    "get_optimizer_state_dict",
     "get_owned_params",
     "gram_newton_schulz",
     "gram_newton_schulz_factors",
@@ -71,7 +97,13 @@ __all__ = [
     "newton_schulz",
     "no_sync",
     "prepare_muon_grads",
+    "register_muon_grad_clip_strategy",
     "runtime_of",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "summarize_comm_plan",
+    "summarize_param_groups",
+    "try_clip_optimizer_grad_norm_buckets_",
     "uninstall_patch",
     "wait_all_post_step_broadcasts",
     "wait_all_reduces",
@@ -79,3 +111,4 @@ __all__ = [
 ]
 
 install_patch()
+install_state_dict_shim()

@@ -42,8 +42,8 @@ def boundary_of(
         predicate, strict, resolver: As in :func:`dmuon_hf.core.dedicate_params`.
 
     Raises:
-        ConfigurationError: The resolver returned something that is not a module of the model, or no ancestor matches the
-            predicate and ``strict`` is set.
+        ConfigurationError: The resolver returned something that is not a module of the model, or no ancestor matches
+            the predicate and ``strict`` is set.
     """
     if resolver is not None:
         module = resolver(name, param)
@@ -64,8 +64,8 @@ def boundary_of(
             path = path.rpartition(".")[0]
         if strict:
             raise ConfigurationError(
-                f"no ancestor of {name} matches hook_boundary_predicate: widen it, narrow the parameter predicate, or pass "
-                "hook_boundary_strict=False to hook the parameter's own module"
+                f"no ancestor of {name} matches hook_boundary_predicate: widen it, narrow the parameter predicate, or "
+                "pass hook_boundary_strict=False to hook the parameter's own module"
             )
         return model.get_submodule(parent)
     layer = layer_path(name)
@@ -75,5 +75,5 @@ def boundary_of(
 
 
 def _runs_forward(module: nn.Module) -> bool:
-    """False for a container (``ModuleDict``, ``ModuleList``) that is never called, so that hooks on it would never run."""
+    """False for a container (``ModuleDict``, ``ModuleList``): it is never called, so hooks on it never run."""
     return type(module).forward is not nn.Module.forward

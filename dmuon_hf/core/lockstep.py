@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,13 +13,12 @@ __all__ = ["MEETING_TIMEOUT", "meet"]
 MEETING_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others before it names those that are missing."""
 
-_met: Counter[tuple[dist.Store, str]] = Counter()
-
 
 def meet(what: str, group: dist.ProcessGroup | None, *, timeout: timedelta = MEETING_TIMEOUT) -> None:
-    """Return when every rank of ``group`` has called this for ``what``. Uses the rendezvous store, not the group itself.
+    """Return when every rank of ``group`` has called this for ``what``.
 
-    Waiting in the store costs a round trip and leaves the group's own collectives, which cannot be taken back, untouched.
+    The ranks meet in the rendezvous store: that costs a round trip, and leaves the group's own collectives, which
+    cannot be taken back, untouched.
 
     Args:
         what: name of the call, as the user knows it.
@@ -35,8 +33,9 @@ def meet(what: str, group: dist.ProcessGroup | None, *, timeout: timedelta = MEE
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     store = dist.distributed_c10d._get_default_store()
     place = f"dmuon_hf/{what}/{ranks[0]}-{ranks[-1]}-{len(ranks)}"
-    # A rank that gives up does not count the meeting, so that it can come again to the same one.
-    meeting = f"{place}/{_met[store, place]}"
+    # Meetings are numbered per rank; one that gives up does not count it, so that it can come again to the same one.
+    number = f"{place}/number/{dist.get_rank()}"
+    meeting = f"{place}/{store.add(number, 0)}"
     if store.add(f"{meeting}/arrived/{dist.get_rank()}", 1) == 1 and store.add(f"{meeting}/count", 1) == len(ranks):
         store.set(f"{meeting}/complete", "1")
     try:
@@ -47,7 +46,7 @@ def meet(what: str, group: dist.ProcessGroup | None, *, timeout: timedelta = MEE
             raise
         raise LockstepError(
             f"{what} is collective, but ranks {missing} did not call it within {timeout.total_seconds():.0f} s of rank "
-            f"{dist.get_rank()}: call it on every rank, not under `if rank == 0`, and let rank 0 alone write the result. If "
-            "the other ranks are merely late, pass a longer timeout"
+            f"{dist.get_rank()}: call it on every rank, not under `if rank == 0`, and let rank 0 write the result. "
+            "If the other ranks are merely late, pass a longer timeout"
         ) from error
-    _met[store, place] += 1
+    store.add(number, 1)

@@ -60,47 +60,55 @@ def dedicate_params(
 ) -> dict[nn.Parameter, int | tuple[int, int]]:
     """Give each selected matrix one owner rank, and register the hooks that bring it to the others.
 
-    Call it once, before ``fully_shard``, on every rank of the meshes, in the same order: it is a collective that compares
-    the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and every call of
-    this package works the same.
+    Call it once, before ``fully_shard``, on every rank of the meshes, in the same order: it is a collective that
+        compares
+    the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and every call
+    of this package works the same.
 
     Args:
-        model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global shape whose
-            values lie on its owner.
+        model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global
+            shape whose values lie on its owner.
         mesh: 1-D mesh over the shard dimension, or ``None``.
-        predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update. Parameters that do
-            not require a gradient are left to FSDP2 even if it is true.
+        predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update.
+            Parameters that do not require a gradient are left to FSDP2 even if it is true.
         compute_dtype: Dtype that weights are gathered and used in; gradients are reduced in fp32.
-        reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3); ``False`` keeps
-            them until the end of backward (Z2).
-        replicate_mesh: 1-D mesh over the replicate dimension of the same grid (HSDP). Owners are then chosen among all slots.
+        reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3);
+            ``False`` keeps them until the end of backward (Z2).
+        replicate_mesh: 1-D mesh over the replicate dimension of the same grid (HSDP). Owners are then chosen among all
+            slots.
         hook_boundary_predicate: ``module -> bool``; hooks go on the lowest ancestor for which it is true.
         hook_boundary_strict: Whether a parameter without such an ancestor is an error, or its own module is hooked.
         hook_boundary_resolver: ``(name, param) -> module``; takes precedence.
-        assignment_group_key_fn: ``(name, param) -> key``: parameters with equal keys are packed together when they are small and
-            share the cap of ``max_owners_per_group``. The unit by default.
+        assignment_group_key_fn: ``(name, param) -> key``: parameters with equal keys are packed together when they are
+            small and share the cap of ``max_owners_per_group``. The unit by default.
         max_owners_per_group: Most distinct owners of one group.
-        owner_strategy: ``"lpt"``, ``"round_robin"`` or ``"rank0"``; ``DMUON_OWNER_STRATEGY`` when left out, else ``"lpt"``.
-        owner_cost_model: ``"optimizer"`` or ``"numel"``; ``DMUON_OWNER_COST_MODEL`` when left out, else ``"optimizer"``.
-        hsdp_column_balance: Balance shard columns before owners; ``DMUON_HSDP_COLUMN_BALANCE`` when left out, else true.
-        pack_small_params: Give small parameters of a group one owner; ``DMUON_OWNER_PACK_SMALL_PARAMS`` when left out, else true.
-        delay_stage2_to_optimizer: Under HSDP, wait for the replicate stage of all reductions at the end of backward (true), or for
-            each one as soon as its shard stage is done (false).
-        process_group_policy: ``"isolated"`` communicates on clones of the meshes' groups, ``"shared"`` on the groups themselves;
-            ``DMUON_PROCESS_GROUP_POLICY`` when left out, else ``"isolated"``.
-        matrix_spec_fn: ``(name, param) -> MatrixSpec | None``: how a stored tensor decomposes into logical matrices; ``None`` is one
-            whole matrix.
+        owner_strategy: ``"lpt"``, ``"round_robin"`` or ``"rank0"``; ``DMUON_OWNER_STRATEGY`` when left out, else
+            ``"lpt"``.
+        owner_cost_model: ``"optimizer"`` or ``"numel"``; ``DMUON_OWNER_COST_MODEL`` when left out, else
+            ``"optimizer"``.
+        hsdp_column_balance: Balance shard columns before owners; ``DMUON_HSDP_COLUMN_BALANCE`` when left out, else
+            true.
+        pack_small_params: Give small parameters of a group one owner; ``DMUON_OWNER_PACK_SMALL_PARAMS`` when left out,
+            else true.
+        delay_stage2_to_optimizer: Under HSDP, wait for the replicate stage of all reductions at the end of backward
+            (true), or for each one as soon as its shard stage is done (false).
+        process_group_policy: ``"isolated"`` communicates on clones of the meshes' groups, ``"shared"`` on the groups
+            themselves; ``DMUON_PROCESS_GROUP_POLICY`` when left out, else ``"isolated"``.
+        matrix_spec_fn: ``(name, param) -> MatrixSpec | None``: how a stored tensor decomposes into logical matrices;
+            ``None`` is one whole matrix.
         master_dtype: Dtype of what owners keep and update; the parameter's own by default.
-        source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; the owner's by default.
-        route_hint_fn, tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard, param_policy, param_policy_fn:
+        source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; the owner's by
+            default.
+        route_hint_fn, tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard, param_policy,
+        param_policy_fn:
             Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
 
     Returns:
         Owner of each dedicated parameter (the new objects): its rank in ``mesh``, or ``(shard, replicate)`` under HSDP.
 
     Raises:
-        ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries, is already
-            distributed, or an argument is wrong.
+        ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
+            is already distributed, or an argument is wrong.
         LockstepError: The ranks' plans differ; the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
@@ -172,7 +180,9 @@ def dedicate_params(
 def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
     for name, (value, default) in arguments.items():
         if value != default:
-            raise NotImplementedError(f"dedicate_params({name}=...) belongs to a mode that is not built: leave it at {default!r}")
+            raise NotImplementedError(
+                f"dedicate_params({name}=...) belongs to a mode that is not built: leave it at {default!r}"
+            )
 
 
 def _select(
@@ -206,8 +216,8 @@ def _select(
         boundaries = {boundary(name, param) for name in raw}
         if len(boundaries) > 1:
             raise ConfigurationError(
-                f"{names[0]} is shared by the hook boundaries {sorted(paths[b] for b in boundaries)}: exclude it in the predicate, "
-                "or pass a hook_boundary_resolver that gives one module containing every use"
+                f"{names[0]} is shared by the hook boundaries {sorted(paths[b] for b in boundaries)}: exclude it in "
+                "the predicate, or pass a hook_boundary_resolver that gives one module containing every use"
             )
         module = boundaries.pop()
         targets[names[0]] = Target(param, tuple((owner, attribute) for _, owner, attribute in holders), module)
@@ -237,7 +247,8 @@ def _select(
 def _check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         raise ConfigurationError(
-            f"{name} is already a DTensor: call dedicate_params before fully_shard; tensor-parallel parameters are not supported yet"
+            f"{name} is already a DTensor: call dedicate_params before fully_shard; tensor-parallel parameters are "
+            "not supported yet"
         )
     if not param.is_floating_point():
         raise ConfigurationError(f"{name} has dtype {param.dtype}: only floating-point matrices can be dedicated")
@@ -274,8 +285,8 @@ def _compare_plans(plan: Plan, topology: Topology) -> None:
         if other is not None and digests[rank] != digests[mine]:
             difference = plan.difference(Plan.from_json(other))
             raise LockstepError(
-                f"data-parallel ranks {mine} and {rank} made different plans; first difference (here / there): {difference}. Every rank "
-                "must build the same model and pass the same arguments."
+                f"data-parallel ranks {mine} and {rank} made different plans; first difference (here / there): "
+                f"{difference}. Every rank must build the same model and pass the same arguments."
             )
 
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .errors import ConfigurationError
-from .runtime import DedicatedCommContext, DedicatedParam, Runtime, runtime_of
+from .runtime import DedicatedCommContext, DedicatedParam, Runtime, require_runtime, runtime_of
 
 __all__ = [
     "broadcast_all_updates",
@@ -25,13 +24,6 @@ __all__ = [
 ]
 
 
-def _runtime(model: nn.Module) -> Runtime:
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise ConfigurationError("this model has no dedicated parameters: call dedicate_params(model, ...) first")
-    return runtime
-
-
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on each rank, without communication, in backward passes inside the block.
@@ -39,8 +31,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     The next backward outside of it reduces the sum. Covers dedicated and FSDP2 parameters. Every rank enters it for the
     same passes; not a collective itself.
     """
-    runtime = _runtime(model)
-    fsdp = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    runtime = require_runtime(model)
+    fsdp: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _set_sync(runtime, fsdp, False)
     try:
         yield
@@ -57,17 +49,18 @@ def _set_sync(runtime: Runtime, fsdp: list[FSDPModule], requires_sync: bool) -> 
 def prepare_muon_grads(model: nn.Module, *, use_reduce_stream: bool = False, coalesce_wait: bool = False) -> None:
     """Make every pending gradient of a dedicated parameter final on its owner.
 
-    Gradients are final when ``backward()`` returns, so this checks that the pass has finished; ``Muon.step()`` calls it.
+    Gradients are final when ``backward()`` returns, so this checks that the pass has finished; ``Muon.step()`` calls
+    it.
 
     Args:
         model: A model that ``dedicate_params`` was called on.
-        use_reduce_stream, coalesce_wait: Ways to wait that only differ where gradients are still on their way here; both
-            give the same gradients and are accepted for callers that pass them.
+        use_reduce_stream, coalesce_wait: Ways to wait that only differ where gradients are still on their way here;
+            both give the same gradients and are accepted for callers that pass them.
 
     Raises:
         DMuonError: The last backward pass ended with an exception.
     """
-    _runtime(model).prepare_grads()
+    require_runtime(model).prepare_grads()
 
 
 def wait_all_reduces(model: nn.Module) -> None:
@@ -77,17 +70,17 @@ def wait_all_reduces(model: nn.Module) -> None:
 
 def broadcast_all_updates(model: nn.Module) -> None:
     """Publish updated weights to the other replicas and wait. Collective under HSDP; nothing on a 1-D mesh."""
-    _runtime(model).publish(asynchronous=False)
+    require_runtime(model).publish(asynchronous=False)
 
 
 def broadcast_all_updates_async(model: nn.Module) -> None:
-    """Publish updated weights without waiting; the next forward of each unit waits for its own. Collective under HSDP."""
-    _runtime(model).publish(asynchronous=True)
+    """Publish updated weights; the next forward of each unit waits for its own. Collective under HSDP."""
+    require_runtime(model).publish(asynchronous=True)
 
 
 def wait_all_replicate_broadcasts(model: nn.Module) -> None:
     """Wait for every publish in flight. Each rank waits for its own part."""
-    _runtime(model).finish_publish()
+    require_runtime(model).finish_publish()
 
 
 def wait_all_post_step_broadcasts(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.core.runtime.state_dict_shim import install_state_dict_shim
 from tests.harness.models import TinyMLP, dense_batch, rank_part, tiny_mlp
 from tests.harness.reference import ReferenceOptimizer
 
@@ -31,6 +32,7 @@ def spec_of(name: str, param: nn.Parameter) -> dmuon.MatrixSpec | None:
 def shard(model: nn.Module, mode: str) -> nn.Module:
     """Dedicate and shard `model` on all ranks: 1-D, or 2 x 2 for `hsdp`."""
     assert dist.get_world_size() == MODES[mode]
+    install_state_dict_shim()
     if mode == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         dmuon.dedicate_params(
@@ -82,7 +84,9 @@ def reference_mlp(**arguments: object) -> tuple[TinyMLP, ReferenceOptimizer]:
         model,
         is_muon,
         split={
-            name: (lambda stored: list(stored.split((20, 12)))) for name, p in model.named_parameters() if "up_proj" in name
+            name: (lambda stored: list(stored.split((20, 12))))
+            for name, p in model.named_parameters()
+            if "up_proj" in name
         },
         **arguments,  # type: ignore[arg-type]
     )

@@ -1,4 +1,4 @@
-"""After any order of operations a forward sees the owner's newest weights and a step applies exactly the gradients since zero_grad."""
+"""After any order of operations a forward sees the newest weights; a step applies the gradients since zero_grad."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class Pair:
         self.pending = False
 
     def module_zero_grad(self, draw: random.Random) -> None:
-        # FSDP2 keeps what its own parameters accumulated under no_sync, so that only a synchronised state may be zeroed so.
+        # FSDP2 keeps what its own parameters accumulated under no_sync, so that only a synchronised state may be
+        # zeroed so.
         if self.pending:
             self.train(draw)
         self.model.zero_grad()
@@ -190,7 +191,9 @@ class Pair:
     def compare(self) -> None:
         oracle = dict(self.oracle.named_parameters())
         for name, param in self.model.named_parameters():
-            torch.testing.assert_close(full(param), oracle[name].detach(), rtol=5e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                full(param), oracle[name].detach(), rtol=5e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def interleave(rank: int, world: int, mode: str, seed: int, length: int) -> list[str]:

@@ -129,6 +129,7 @@ def statistics(rank: int, world: int) -> None:
         result = getattr(x, name)()
         torch.testing.assert_close(result.full_tensor(), getattr(a, name)(), msg=name)
     assert bool(torch.isfinite(x).all()) and not bool(torch.isnan(x).any())
+    assert torch.equal(x, x.clone()) and not torch.equal(x, x + 1) and torch.allclose(x, x + 1e-9)
     assert x.sum().item() == pytest.approx(a.sum().item())
     for order in (1, 2, 3.5, 0, float("inf")):
         torch.testing.assert_close(
@@ -154,8 +155,6 @@ def refused(rank: int, world: int) -> None:
         lambda: x @ x.to_local(),
         lambda: x.view(-1),
         lambda: torch.linalg.vector_norm(x, dim=1),
-        lambda: x.normal_(0.0, 1.0),
-        lambda: torch.rand_like(x, dtype=x.dtype),
         lambda: torch.cat([x, x]),
         lambda: x.new_zeros(3),
         lambda: x.new_empty(3),
@@ -165,6 +164,9 @@ def refused(rank: int, world: int) -> None:
     for operation in operations:
         with pytest.raises(NotImplementedError, match="full_tensor"):
             operation()
+    for draw in (nn.init.normal_, nn.init.kaiming_uniform_, torch.rand_like, nn.functional.dropout):
+        with pytest.raises(NotImplementedError, match="random state"):
+            draw(x)
     even = distribute_tensor(a, mesh, [Shard(0)])
     mismatched = [
         lambda: x + own(a, mesh, 1),

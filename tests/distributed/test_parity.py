@@ -27,9 +27,7 @@ def test_uneven_shapes_train_like_one_process(mode: str, world: int) -> None:
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("mode", "world"), [("local", 1), ("z2", 2), ("z3", 4), ("hsdp", 4)])
-def test_tied_llama_trains_like_one_process(
-    mode: str, world: int, accumulate: int, checkpointing: str | None
-) -> None:
+def test_tied_llama_trains_like_one_process(mode: str, world: int, accumulate: int, checkpointing: str | None) -> None:
     check(Run(mode, "llama_tied", accumulate=accumulate, checkpointing=checkpointing), world)
 
 

@@ -90,9 +90,7 @@ def prepare(run: Run, world: int) -> tuple[nn.Module, dmuon.Muon]:
         shard(model, mesh, reshard)
     else:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        dmuon.dedicate_params(
-            model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"], **run.dedicate
-        )
+        dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"], **run.dedicate)
         shard(model, mesh, True)
     optimizer = dmuon.Muon(model, replicate_async=run.mode != "hsdp_sync", **{**HYPER, **run.muon})
     return model, optimizer

@@ -71,6 +71,7 @@ def rank_main(spec: RankSpec) -> NoReturn:
         fn, args, kwargs = pickle.loads(spec.call)
         if spec.init:
             init_gloo()
+        store.add("started", 1)
         result = _detached(fn(spec.rank, spec.world, *args, **kwargs))
         body = pickle.dumps(("returned", result, time.monotonic() - started))
         code = 0
@@ -107,7 +108,7 @@ def _install_stack_dump(spec: RankSpec) -> None:
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
     # If the launcher is killed nobody ends this process; it ends itself.
-    faulthandler.dump_traceback_later(spec.timeout + 60, exit=True, file=stacks)
+    faulthandler.dump_traceback_later(spec.timeout + 120, exit=True, file=stacks)
 
 
 def _apply_env(env: dict[str, str | None]) -> None:

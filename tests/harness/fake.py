@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(world: int, *, rank: int = 0) -> Iterator[None]:
-    """Be one rank of `world` inside the block, in a process without a group: collectives return at once and move nothing.
+    """Be one rank of `world` inside the block, in a process without a group; collectives move nothing.
 
     Use it in a plain process: `run_ranks(fn, 1, init=False)`.
     """

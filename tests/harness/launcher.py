@@ -31,6 +31,8 @@ RankEnv = Mapping[str, str | None] | Sequence[Mapping[str, str | None]] | None
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOOPBACK = "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else "lo0"
+# Time that a loaded machine may take to fork and connect the ranks; `timeout` counts from when all have started.
+_START_SECONDS = 60.0
 _server_started = False
 
 
@@ -54,8 +56,9 @@ def run_ranks(
     with none of that. `env` is one mapping for all ranks or one per rank. When a rank fails the others have `grace`
     seconds to end by themselves.
 
-    Raises `RanksFailedError` with the traceback of every rank that raised and the Python stacks of every rank that hung
-    for `timeout` seconds. With `expect_failure` it returns the `RankOutcome` list instead and raises if no rank failed.
+    Raises `RanksFailedError` with the traceback of every rank that raised and the Python stacks of every rank that was
+    still running after `timeout` seconds. With `expect_failure` it returns the `RankOutcome` list instead and raises if
+    no rank failed.
     """
     outcomes = run_ranks_outcomes(
         fn, world, *args, timeout=timeout, env=env, init=init, grace=grace, group_timeout=group_timeout, **kwargs
@@ -178,13 +181,15 @@ def _wait(
     processes: list[Any], specs: list[RankSpec], store: dist.TCPStore, *, timeout: float, grace: float | None
 ) -> set[int]:
     """Wait until every rank has ended or time is up; return the ranks that had to be stopped."""
-    deadline = time.monotonic() + timeout
-    released = False
-    failed = False
+    deadline = time.monotonic() + timeout + _START_SECONDS
+    started = released = failed = False
     while True:
         alive = [p for p in processes if p.is_alive()]
         if not alive:
             return set()
+        if not (started or failed) and store.add("started", 0) == len(processes):
+            deadline = time.monotonic() + timeout
+            started = True
         if not released and store.add("finished", 0) + len(processes) - len(alive) >= len(processes):
             store.set("release", "1")
             released = True

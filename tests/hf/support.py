@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import dmuon_hf
 from dmuon_hf import hooks
+from tests.harness import RankOutcome
 
 VOCABULARY = 128
 
@@ -97,6 +98,12 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def losses(trainer: Trainer) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of every logged step."""
     return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def error_of(outcome: RankOutcome) -> str:
+    """Message of the exception that a rank raised."""
+    assert outcome.exception is not None, outcome
+    return outcome.exception.message
 
 
 def as_launched() -> None:

@@ -7,9 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import TrainerCallback
 
 from tests.harness import run_ranks
 from tests.hf.support import arguments, as_launched, finish, fsdp_env, full_weights, losses, make_trainer, tiny_llama
+
+
+class _Snapshot(TrainerCallback):
+    """Keeps what the run starts from: weights and momentum after a checkpoint was loaded."""
+
+    state: dict[str, dict[str, torch.Tensor]]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.state = _snapshot(kwargs["model"], kwargs["optimizer"])
+
+
+def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    momentum = {
+        name: optimizer.state[p]["momentum_buffer"].full_tensor().clone()
+        for name, p in model.named_parameters()
+        if "momentum_buffer" in optimizer.state[p]
+    }
+    return {"weights": full_weights(model), "momentum": momentum}
 
 
 def _run(rank: int, world: int, directory: str, steps: int, resume: bool) -> dict[str, Any]:
@@ -18,20 +38,23 @@ def _run(rank: int, world: int, directory: str, steps: int, resume: bool) -> dic
         directory, max_steps=steps, save_strategy="steps", save_steps=3, lr_scheduler_type="constant", seed=7
     )
     trainer = make_trainer(tiny_llama(), args)
+    begin = _Snapshot()
+    trainer.add_callback(begin)
     trainer.train(resume_from_checkpoint=True if resume else None)
-    momentum = {
-        name: trainer.optimizer.state[p]["momentum_buffer"].full_tensor().clone()
-        for name, p in trainer.model.named_parameters()
-        if "momentum_buffer" in trainer.optimizer.state[p]
-    }
     result = {
         "fsdp2": trainer.accelerator.is_fsdp2,
         "losses": losses(trainer),
-        "weights": full_weights(trainer.model),
-        "momentum": momentum,
+        "begin": begin.state,
+        "end": _snapshot(trainer.model, trainer.optimizer),
     }
     finish()
     return result
+
+
+def _assert_equal(actual: dict[str, dict[str, torch.Tensor]], expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    for kind, tensors in expected.items():
+        for name, value in tensors.items():
+            assert torch.equal(actual[kind][name], value), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
@@ -44,16 +67,12 @@ def test_resume_after_three_steps_equals_six_straight(tmp_path: Path, world: int
 
     assert resumed["fsdp2"]
     assert resumed["losses"] == straight["losses"]
-    for kind in ("weights", "momentum"):
-        for name, value in straight[kind].items():
-            assert torch.equal(resumed[kind][name], value), f"{kind} of {name}"
+    _assert_equal(resumed["end"], straight["end"])
 
 
 def test_sharded_checkpoint_of_hsdp_resumes_on_two_ranks(tmp_path: Path) -> None:
     env = fsdp_env(4, replicas=2, state_dict="SHARDED_STATE_DICT")
-    straight = run_ranks(_run, 4, str(tmp_path), 3, False, init=False, env=env, timeout=100)[0]
+    saved = run_ranks(_run, 4, str(tmp_path), 3, False, init=False, env=env, timeout=100)[0]
     env = fsdp_env(2, state_dict="SHARDED_STATE_DICT")
-    resumed = run_ranks(_run, 2, str(tmp_path), 3, True, init=False, env=env, timeout=100)[0]
-    for kind in ("weights", "momentum"):
-        for name, value in straight[kind].items():
-            assert torch.equal(resumed[kind][name], value), f"{kind} of {name}"
+    resumed = run_ranks(_run, 2, str(tmp_path), 4, True, init=False, env=env, timeout=100)[0]
+    _assert_equal(resumed["begin"], saved["end"])

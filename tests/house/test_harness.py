@@ -88,7 +88,7 @@ def test_outcomes_name_exception_type_and_message_per_rank():
 
 def test_hanging_rank_is_reported_with_stacks_of_all_ranks():
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(_hang_on_one, 2, timeout=2)
+        run_ranks(_hang_on_one, 2, timeout=3)
     text = str(caught.value)
     assert "rank 0 hung" in text
     assert "rank 1 hung" in text

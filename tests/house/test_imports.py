@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,6 @@ FOREIGN = ("transformers", "accelerate", "peft", "datasets", "safetensors")
 
 
 def _run(code: str, **env: str) -> str:
-    import os
-
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | env
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -52,7 +52,7 @@ class FakeMatrix:
 
 
 class FakeRuntime:
-    """What `OptimizerRuntime` asks for, in one process. `others` maps this rank's agreement vector to the other ranks'."""
+    """`OptimizerRuntime` in one process; `others` maps this rank's agreement vector to that of the other ranks."""
 
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs

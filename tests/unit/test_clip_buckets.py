@@ -13,7 +13,9 @@ from dmuon_hf.core.errors import ConfigurationError
 from tests.unit.muon_fakes import MATRICES, backward, build
 
 
-def draw(*shapes: tuple[int, ...], seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def draw(
+    *shapes: tuple[int, ...], seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in shapes]
 

@@ -83,7 +83,7 @@ def test_nonfinite_norm_raises_where_asked(monkeypatch: pytest.MonkeyPatch) -> N
     setup, _, _ = prepared(monkeypatch)
     assert setup.model.b_proj.weight.grad is not None
     setup.model.b_proj.weight.grad[0, 0] = math.nan
-    with pytest.raises(RuntimeError, match="norm of order 2.0 of the dedicated gradients is nan"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of the dedicated gradients is nan"):
         clip_grad_norm_(setup.optimizer, 0.1, error_if_nonfinite=True)
 
 
@@ -142,7 +142,10 @@ def test_no_gradient_anywhere_gives_zero(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"max_norm": -1.0}, "max_norm must be at least 0"),
         ({"max_norm": math.nan}, "max_norm must be at least 0"),
         ({"max_norm": 1.0, "norm_type": 0.0}, "norm_type must be above 0"),
-        ({"max_norm": 1.0, "strategy": "global"}, r"unknown gradient clip strategy 'global', registered are \['global_norm'"),
+        (
+            {"max_norm": 1.0, "strategy": "global"},
+            r"unknown gradient clip strategy 'global', registered are \['global_norm'",
+        ),
     ],
 )
 def test_bad_argument_is_refused(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], message: str) -> None:

@@ -50,9 +50,7 @@ def test_no_groups_give_the_default_pair_with_the_reference_defaults(monkeypatch
     assert options_of(setup.optimizer, "default/adamw") == ADAMW_DEFAULTS
     assert names_of(setup.optimizer, setup.model, "default/muon") == list(MATRICES)
     assert names_of(setup.optimizer, setup.model, "default/adamw") == [
-        name
-        for name, param in setup.model.named_parameters()
-        if param.requires_grad and name not in MATRICES
+        name for name, param in setup.model.named_parameters() if param.requires_grad and name not in MATRICES
     ]
 
 
@@ -169,7 +167,9 @@ def test_parameter_in_two_groups_is_named_with_both(monkeypatch: pytest.MonkeyPa
     use(monkeypatch, FakeRuntime(model))
     groups = split_groups(model)
     groups[1]["params"].append(model.a_proj.bias)
-    with pytest.raises(ConfigurationError, match=r"'second'\) holds 'a_proj.bias', which param_groups\[0\] \('first'\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"'second'\) holds 'a_proj.bias', which param_groups\[0\] \('first'\)"
+    ):
         Muon(model, param_groups=groups)
 
 

@@ -181,7 +181,9 @@ def test_rebind_names_missing_and_uncovered_parameters_and_changes_nothing(monke
     use(monkeypatch, FakeRuntime(other))
     with pytest.raises(ConfigurationError, match=r"not found \['head.bias'\], in no group \['extra.weight'\]"):
         setup.optimizer.rebind(other)
-    assert all(a is b for a, b in zip(held, (p for g in setup.optimizer.param_groups for p in g["params"]), strict=True))
+    assert all(
+        a is b for a, b in zip(held, (p for g in setup.optimizer.param_groups for p in g["params"]), strict=True)
+    )
     assert setup.optimizer.runtime is setup.runtime
 
 
@@ -215,3 +217,14 @@ def test_state_dict_of_another_muon_is_interchangeable(monkeypatch: pytest.Monke
     for left, right in zip(first.optimizer.state.values(), second.state.values(), strict=True):
         for key in left:
             assert torch.equal(left[key], right[key])
+
+
+def test_parameter_frozen_since_keeps_its_state_where_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = build(monkeypatch)
+    train(setup, range(2))
+    saved = copy.deepcopy(get_optimizer_state_dict(setup.model, setup.optimizer))
+    momentum = setup.optimizer.state[setup.model.b_proj.weight]["momentum_buffer"].clone()
+    setup.model.b_proj.weight.requires_grad_(False)
+    set_optimizer_state_dict(setup.model, setup.optimizer, saved)
+    assert torch.equal(momentum, setup.optimizer.state[setup.model.b_proj.weight]["momentum_buffer"])
+    train(setup, range(2, 3))

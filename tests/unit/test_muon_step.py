@@ -256,7 +256,7 @@ def test_different_numbers_of_backward_passes_are_named(monkeypatch: pytest.Monk
         return values
 
     setup.runtime.others = ran_two
-    with pytest.raises(LockstepError, match="between 1 and 2 backward passes since zero_grad.* 1 on this one"):
+    with pytest.raises(LockstepError, match=r"between 1 and 2 backward passes since zero_grad.* 1 on this one"):
         setup.optimizer.step()
     assert torch.equal(before["a_proj.weight"], setup.model.a_proj.weight)
 
@@ -286,7 +286,9 @@ def test_parameters_swapped_behind_the_optimizer_are_named(monkeypatch: pytest.M
     setup = build(monkeypatch)
     setup.model.head.bias = nn.Parameter(torch.zeros(3))
     backward(setup.model, 0)
-    with pytest.raises(ConfigurationError, match=r"not in a group: \['head.bias'\]; no longer in the model: \['head.bias'\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"not in a group: \['head.bias'\]; no longer in the model: \['head.bias'\]"
+    ):
         setup.optimizer.step()
 
 
@@ -314,9 +316,7 @@ def test_first_step_logs_up_to_the_limit_and_only_once(
     assert sum("4 owned parameters updated" in m for m in messages) == 1
 
 
-def test_first_step_log_can_be_turned_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_first_step_log_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     setup = build(monkeypatch, first_step_progress_log=False)
     with caplog.at_level(logging.INFO):
         backward(setup.model, 0)
@@ -360,3 +360,11 @@ def test_bf16_model_keeps_fp32_momentum_and_says_so_once(
     assert sum("bfloat16" in record.getMessage() for record in caplog.records) == 1
     assert optimizer.state[model.a_proj.weight]["momentum_buffer"].dtype == torch.float32
     assert model.a_proj.weight.dtype == torch.bfloat16
+
+
+def test_sparse_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = build(monkeypatch)
+    backward(setup.model, 0)
+    setup.model.head.weight.grad = torch.ones(3, 18).to_sparse()
+    with pytest.raises(ConfigurationError, match="a gradient is sparse"):
+        setup.optimizer.step()

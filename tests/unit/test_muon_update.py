@@ -41,8 +41,10 @@ def matrix(
     )
 
 
-def expected(owned: OwnedMatrix, r: MuonRule, parts: list[list[int]] | None = None, *, transposed: bool = False) -> Tensor:
-    """The new weight in float64. `parts` lists the rows of each logical matrix; `transposed` weights are stored (in, out)."""
+def expected(
+    owned: OwnedMatrix, r: MuonRule, parts: list[list[int]] | None = None, *, transposed: bool = False
+) -> Tensor:
+    """The new weight in float64: `parts` are the rows of each logical matrix, `transposed` is stored `(in, out)`."""
     momentum = r.momentum * owned.momentum.double() + owned.grad.double()
     direction = owned.grad.double() + r.momentum * momentum if r.nesterov else momentum
     weight = owned.weight.double() * (1 - r.lr * r.weight_decay)
@@ -157,9 +159,10 @@ def test_bf16_master_is_updated_in_fp32_and_rounded_once() -> None:
     weight = expected(owned, rule())
     apply_muon([owned], rule(), NewtonSchulz())
     assert owned.momentum.dtype == torch.float32
-    assert torch.equal(owned.weight, weight.bfloat16()) or (
-        (owned.weight.double() - weight).abs() <= weight.abs() * 2**-8 + 1e-5
-    ).all()
+    assert (
+        torch.equal(owned.weight, weight.bfloat16())
+        or ((owned.weight.double() - weight).abs() <= weight.abs() * 2**-8 + 1e-5).all()
+    )
 
 
 def test_bf16_gradient_enters_an_fp32_master_in_fp32() -> None:

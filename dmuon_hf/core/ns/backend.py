@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from dmuon_hf.core.ns.restarts import check_restarts, segments
 
 __all__ = ["NewtonSchulz"]
 
-Backend = Literal["gram", "direct", "auto"]
+BACKENDS = ("gram", "direct", "auto")
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,26 @@ class NewtonSchulz:
     Calling it is local to the caller, no collective.
 
     Args:
-        backend: ``"gram"`` iterates on the Gram matrix, ``"direct"`` on the matrix itself, ``"auto"`` on whichever takes fewer
-            multiplications for the shape, dtype and kernel at hand.
-        kernel: What forms the symmetric products: ``"auto"``, ``"quack"``, ``"cute_sm80"`` or ``"cublas"``. The environment
-            variable ``DMUON_NS_KERNEL`` counts only when this is ``"auto"``. Resolved at construction. So far ``"cublas"`` exists.
+        backend: ``"gram"`` iterates on the Gram matrix, ``"direct"`` on the matrix itself, ``"auto"`` on whichever
+            takes fewer multiplications for the shape, dtype and kernel at hand.
+        kernel: What forms the symmetric products: ``"auto"``, ``"quack"``, ``"cute_sm80"`` or ``"cublas"``. The
+            environment variable ``DMUON_NS_KERNEL`` counts only when this is ``"auto"``. Resolved at construction. So
+            far ``"cublas"`` exists.
         coefficients: ``(a, b, c)`` per step; ``None`` means ``POLAR_EXPRESS_COEFFICIENTS``.
         restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses by
             coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16.
-        deterministic: The same as ``kernel="cublas"`` when ``kernel`` is ``"auto"``; an explicit kernel wins, with a warning.
-        dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input where the
-            CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very slow.
+        deterministic: The same as ``kernel="cublas"`` when ``kernel`` is ``"auto"``; an explicit kernel wins, with a
+            warning.
+        dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
+            where the CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very
+            slow.
 
     Raises:
         ConfigurationError: an unknown name, a malformed table, or restarts for ``"direct"``, which has none.
         NotImplementedError: a kernel that this version does not contain.
     """
 
-    backend: Backend = "gram"
+    backend: str = "gram"
     kernel: str = "auto"
     coefficients: Coefficients | None = None
     restart_iterations: Sequence[int] | None = None
@@ -57,13 +59,13 @@ class NewtonSchulz:
     _kernel: Kernel = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.backend not in get_args(Backend):
-            choices = ", ".join(repr(name) for name in get_args(Backend))
-            raise ConfigurationError(f"backend={self.backend!r} is no Newton-Schulz algorithm; choose one of {choices}.")
+        if self.backend not in BACKENDS:
+            choices = ", ".join(repr(name) for name in BACKENDS)
+            raise ConfigurationError(f"backend={self.backend!r} is no Newton-Schulz algorithm: choose from {choices}.")
         if self.backend == "direct" and self.restart_iterations is not None:
             raise ConfigurationError(
-                "restart_iterations has no effect with backend='direct', which forms the Gram matrix anew in every step; "
-                "leave it at None or use backend='gram'."
+                "restart_iterations has no effect with backend='direct', which forms the Gram matrix anew in every "
+                "step; leave it at None or use backend='gram'."
             )
         supported_dtype(self.dtype)
         # Stored as tuples: equality and the hash do not depend on whether lists or tuples were given.
@@ -81,7 +83,9 @@ class NewtonSchulz:
     def __call__(self, G: Tensor, *, steps: int | None = None) -> Tensor:
         """Orthogonalise ``G``, ``(m, n)`` or a batch ``(B, m, n)``; a new tensor of its shape and dtype.
 
-        ``steps`` takes that many rows of the coefficients, the last one repeated beyond the end; ``None`` takes each row once.
+        A batch gives, up to rounding, what its matrices give one by one.
+        ``steps`` takes that many rows of the coefficients, the last one repeated beyond the end; ``None`` takes each
+        row once.
 
         Raises:
             ConfigurationError: another shape or dtype, ``steps`` below 1, or a restart that ``steps`` never reaches.

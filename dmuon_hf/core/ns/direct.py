@@ -23,21 +23,22 @@ def direct_newton_schulz(
 ) -> Tensor:
     """Orthogonalise ``G`` by the classic iteration ``X <- a X + b (X X^T) X + c (X X^T)^2 X``.
 
-    Every step costs two products with the long side; ``gram_newton_schulz`` is cheaper for elongated matrices. Local to the
-    caller: no collective. ``G`` is not changed.
+    Every step costs two products with the long side; ``gram_newton_schulz`` is cheaper for elongated matrices. Local
+    to the caller: no collective. ``G`` is not changed.
 
     Args:
         G: ``(m, n)`` or a batch ``(B, m, n)``; float16, bfloat16, float32 or float64.
-        steps: Rows of ``coefficients`` to run, the last one repeated beyond the end. ``None`` runs each row once: five steps
-            of the default table.
+        steps: Rows of ``coefficients`` to run, the last one repeated beyond the end. ``None`` runs each row once:
+            five steps of the default table.
         eps: Added to the norm of ``G`` after its largest entry was scaled to between 1 and 2.
         coefficients: ``(a, b, c)`` per step; ``None`` means ``DEFAULT_COEFFICIENTS``.
-        dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input where the
-            CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very slow.
+        dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
+            where the CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very
+            slow.
 
     Returns:
-        A new tensor of the shape and dtype of ``G``. Zero matrices give exactly zero; a non-finite entry makes its matrix
-        non-finite.
+        A new tensor of the shape and dtype of ``G``. Zero matrices give exactly zero; a non-finite entry makes its
+        matrix non-finite.
 
     Raises:
         ConfigurationError: an argument outside the above.

@@ -14,9 +14,10 @@ def direct_flops(m: int, n: int, *, steps: int, share: float) -> float:
 
 
 def gram_flops(m: int, n: int, *, segment_lengths: tuple[int, ...], share: float) -> float:
-    """Per segment the Gram matrix and one full product with the long side; all else are symmetric products of the short side.
+    """Per segment the Gram matrix and one full product with the long side, the rest on the short side.
 
-    A step squares ``R``; each but the first of a segment extends ``Q``; each but the last advances ``R`` by two products.
+    There every product is symmetric: a step squares ``R``; each but the first of a segment extends ``Q``; each but
+    the last advances ``R`` by two products.
     """
     long_side = len(segment_lengths) * (share * 2 * m * m * n + 2 * m * m * n)
     short_products = sum(length + 3 * (length - 1) for length in segment_lengths)

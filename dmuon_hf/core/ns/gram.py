@@ -1,8 +1,9 @@
 """Newton-Schulz on the Gram matrix of the short side.
 
-With ``R = X X^T`` one step maps ``X`` to ``P X``, ``P = a I + b R + c R^2``, and ``R`` to ``P R P``. So the steps between two restarts
-need only products of the short side: their factors ``P`` are multiplied up in ``Q``, and ``X`` is touched once at the end.
-All these matrices are polynomials in one ``R``: they commute and every product of them is symmetric.
+With ``R = X X^T`` one step maps ``X`` to ``P X``, ``P = a I + b R + c R^2``, and ``R`` to ``P R P``. So the steps
+between two restarts need only products of the short side: their factors ``P`` are multiplied up in ``Q``, and ``X``
+is touched once at the end. All these matrices are polynomials in one ``R``: they commute and every product of them is
+symmetric.
 """
 
 from __future__ import annotations
@@ -60,25 +61,26 @@ def gram_newton_schulz(
 ) -> Tensor:
     """Orthogonalise ``G`` by Newton-Schulz on its Gram matrix, with restarts.
 
-    Computes what ``direct_newton_schulz`` computes, up to rounding, with fewer multiplications on elongated matrices. Local
-    to the caller: no collective. ``G`` is not changed.
+    Computes what ``direct_newton_schulz`` computes, up to rounding, with fewer multiplications on elongated matrices.
+    Local to the caller: no collective. ``G`` is not changed.
 
     Args:
         G: ``(m, n)`` or a batch ``(B, m, n)``; float16, bfloat16, float32 or float64.
-        steps: Rows of ``coefficients`` to run, the last one repeated beyond the end. ``None`` runs each row once: five steps
-            of the default table.
+        steps: Rows of ``coefficients`` to run, the last one repeated beyond the end. ``None`` runs each row once:
+            five steps of the default table.
         eps: Added to the norm of ``G`` after its largest entry was scaled to between 1 and 2.
         coefficients: ``(a, b, c)`` per step; ``None`` means ``DEFAULT_COEFFICIENTS``.
-        restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses by
-            coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16. ``[]`` means none,
-            which is inaccurate in 16 bits.
+        restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses
+            by coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16.
+            ``[]`` means none, which is inaccurate in 16 bits.
         deterministic: Use the library products, whatever ``DMUON_NS_KERNEL`` says.
-        dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input where the
-            CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very slow.
+        dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
+            where the CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very
+            slow.
 
     Returns:
-        A new tensor of the shape and dtype of ``G``. Zero matrices give exactly zero; a non-finite entry makes its matrix
-        non-finite.
+        A new tensor of the shape and dtype of ``G``. Zero matrices give exactly zero; a non-finite entry makes its
+        matrix non-finite.
 
     Raises:
         ConfigurationError: an argument outside the above.
@@ -104,12 +106,13 @@ def gram_newton_schulz_factors(
 ) -> tuple[tuple[Tensor, ...], bool, Tensor]:
     """The factors that ``gram_newton_schulz`` multiplies onto the normalised matrix, one per segment between restarts.
 
-    With ``(factors, transposed, normalizer)`` and ``X = G / normalizer``, transposed if ``transposed``, in the dtype of the factors,
-    ``X = factor @ X`` for every factor in turn gives ``gram_newton_schulz(G)``, transposed if ``transposed``. The arguments are
-    those of ``gram_newton_schulz``.
+    With ``(factors, transposed, normalizer)`` and ``X = G / normalizer``, transposed if ``transposed``, in the dtype
+    of the factors, ``X = factor @ X`` for every factor in turn gives ``gram_newton_schulz(G)``, transposed if
+    ``transposed``. The arguments are those of ``gram_newton_schulz``.
 
     Returns:
-        ``factors``: ``(k, k)`` or ``(B, k, k)`` with ``k = min(m, n)``, in the dtype iterated in. ``transposed``: ``m > n``.
+        ``factors``: ``(k, k)`` or ``(B, k, k)`` with ``k = min(m, n)``, in the dtype iterated in.
+        ``transposed``: whether ``m > n``.
         ``normalizer``: the norm of ``G`` in float32 (float64 for float64 ``G``), a scalar or ``(B, 1, 1)``; infinite
         if the norm itself is too large for that dtype.
 
@@ -149,7 +152,8 @@ def _factors(X: Tensor, segments: tuple[tuple[Row, ...], ...], kernel: Kernel) -
 def _segment_factor(R: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
     """``P_k ... P_1`` for the steps ``rows`` on the Gram matrix ``R``.
 
-    The identity in ``P = a I + Z`` is kept out of ``Z`` as long as possible: its diagonal would swallow ``Z``'s low bits.
+    ``P = a I + Z`` is formed only where no product can add ``a`` instead: on a diagonal that holds ``a`` the low bits
+    of ``Z`` are rounded away.
     """
     Q: Tensor | None = None
     for index, (a, b, c) in enumerate(rows):

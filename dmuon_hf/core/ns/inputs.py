@@ -76,10 +76,10 @@ def is_tall(G: Tensor) -> bool:
 def normalizer(G: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(X, scale, norm)`` with ``X = G / scale / norm``, contiguous, in float32 (float64 for float64 ``G``).
 
-    ``scale`` is the power of two that brings the largest magnitude of each matrix into [1, 2), so dividing by it is exact
-    and the squares in the norm can neither overflow nor vanish. ``norm`` is the Frobenius norm of ``G / scale`` plus
-    ``eps``, hence relative: it does not break ``NS(c * G) == NS(G)``. Both have shape ``(..., 1, 1)``. A matrix whose
-    entries are all subnormal is divided by the smallest normal number; a zero matrix stays zero.
+    ``scale`` is the power of two that brings the largest magnitude of each matrix into [1, 2), so dividing by it is
+    exact and the squares in the norm can neither overflow nor vanish. ``norm`` is the Frobenius norm of ``G / scale``
+    plus ``eps``, hence relative: it does not break ``NS(c * G) == NS(G)``. Both have shape ``(..., 1, 1)``. A matrix
+    whose entries are all subnormal is divided by the smallest normal number; a zero matrix stays zero.
     """
     wide = torch.float64 if G.dtype == torch.float64 else torch.float32
     sides = (-2, -1)
@@ -90,5 +90,5 @@ def normalizer(G: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     torch.div(G, scale, out=X)
     # Row by row: one reduction over a large matrix loses three digits in float32.
     rows = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
-    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True) + eps
+    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).clamp_min(torch.finfo(wide).tiny) + eps
     return X.div_(norm), scale, norm

@@ -37,7 +37,7 @@ class Kernel(Protocol):
     def symmetric(
         self, A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        """``alpha * A @ B + beta * C`` for products known to be symmetric; ``(m, m)`` or ``(B, m, m)``, a new tensor."""
+        """A new tensor ``alpha * A @ B + beta * C``, ``(m, m)`` or ``(B, m, m)``, where both terms are symmetric."""
 
     def one_by_one(self, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a batch of matrices with short side ``rows`` is faster as a loop over its matrices."""
@@ -49,8 +49,9 @@ class Kernel(Protocol):
 def resolve_kernel(kernel: str = "auto", *, deterministic: bool = False) -> Kernel:
     """The kernel that ``kernel`` names on this machine.
 
-    ``"auto"`` becomes ``"cublas"`` when ``deterministic``, else what the environment variable ``DMUON_NS_KERNEL`` names, else
-    the best kernel that exists. An explicit name wins over both; if it disagrees with ``deterministic``, a warning says so.
+    ``"auto"`` becomes ``"cublas"`` when ``deterministic``, else what the environment variable ``DMUON_NS_KERNEL``
+    names, else the best kernel that exists. An explicit name wins over both; if it disagrees with ``deterministic``,
+    a warning says so.
 
     Raises:
         ConfigurationError: a name that is none of ``KERNELS``.
@@ -60,7 +61,7 @@ def resolve_kernel(kernel: str = "auto", *, deterministic: bool = False) -> Kern
     _check_name(kernel, asked_by)
     name = kernel
     if deterministic and kernel not in ("auto", "cublas"):
-        warnings.warn(f"{asked_by} and deterministic=True disagree: the kernel wins.", UserWarning, stacklevel=3)
+        warnings.warn(f"{asked_by} and deterministic=True disagree: the kernel wins.", UserWarning, stacklevel=4)
     elif deterministic:
         name = "cublas"
     elif kernel == "auto" and os.environ.get(ENVIRONMENT_VARIABLE):
@@ -95,8 +96,8 @@ def get_ns_backend() -> str:
 def get_backend_status() -> dict[str, Any]:
     """What the choice of a kernel on this machine rests on, for bug reports.
 
-    ``sm_version`` (int, 0 without an NVIDIA GPU), ``auto_choice`` (the kernel ``"auto"`` resolves to), and per kernel whether
-    this version can run it here. Raises what ``resolve_kernel`` raises.
+    ``sm_version`` (int, 0 without an NVIDIA GPU), ``auto_choice`` (the kernel ``"auto"`` resolves to), and per kernel
+    whether this version can run it here. Raises what ``resolve_kernel`` raises.
     """
     return {
         "sm_version": _sm_version(),

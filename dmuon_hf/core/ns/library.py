@@ -28,8 +28,8 @@ def row_blocks(rows: int, dtype: torch.dtype, device: torch.device) -> int:
 class LibraryKernel:
     """``kernel="cublas"``.
 
-    On a CPU a symmetric product is computed block row by block row up to the diagonal block, and the rest mirrored: k blocks
-    do (k + 1) / 2k of the multiplications. On a GPU it is one whole product.
+    On a CPU a symmetric product is computed block row by block row up to the diagonal block, and the rest mirrored: k
+    blocks do (k + 1) / 2k of the multiplications. On a GPU it is one whole product.
     """
 
     @property

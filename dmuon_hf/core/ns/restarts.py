@@ -1,9 +1,9 @@
 """Where Gram Newton-Schulz folds its factor into the matrix and starts again from a fresh Gram matrix.
 
-Between two restarts only powers of the Gram matrix ``R`` are formed. An eigenvalue of ``R`` below its rounding error ``u``
-is noise and may be negative. Step ``j`` multiplies it by about ``a_j**2``, and step ``i`` sees it through its own
-coefficients as a relative error of ``|b_i / a_i|`` times its size. A segment that starts at step ``s`` is therefore safe as
-long as
+Between two restarts only powers of the Gram matrix ``R`` are formed. An eigenvalue of ``R`` below its rounding error
+``u`` is noise and may be negative. Step ``j`` multiplies it by about ``a_j**2``, and step ``i`` sees it through its
+own coefficients as a relative error of ``|b_i / a_i|`` times its size. A segment that starts at step ``s`` is
+therefore safe as long as
 
     u * a_s**2 * ... * a_{i-1}**2 * |b_i / a_i|  <=  1 / 6      for every later step i of the segment,
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dmuon_hf.core.errors import ConfigurationError
 
-__all__ = ["local_tensor", "unscale_"]
+__all__ = ["check_and_unscale_", "local_tensor"]
 
 
 def local_tensor(tensor: Tensor, what: str) -> Tensor:
@@ -19,8 +19,10 @@ def local_tensor(tensor: Tensor, what: str) -> Tensor:
     Call under ``no_grad``: only then is the local tensor the live one.
 
     Raises:
-        ConfigurationError: The DTensor holds partial sums, so that no rank has its values.
+        ConfigurationError: The tensor is sparse, or a DTensor of partial sums, so that no rank has its values.
     """
+    if tensor.layout is not torch.strided:
+        raise ConfigurationError(f"{what} is sparse, which Muon does not take: build the embedding with sparse=False")
     if not isinstance(tensor, DTensor):
         return tensor
     if any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -29,11 +31,28 @@ def local_tensor(tensor: Tensor, what: str) -> Tensor:
     return local
 
 
-def unscale_(grads: Sequence[Tensor], grad_scale: Tensor) -> None:
-    """Divide live local gradients by the loss scale, in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device) -> Tensor:
+    """Divide live local gradients by the loss scale and report infinities and NaN; does not synchronise.
+
+    One pass of the multi-tensor kernel of ``torch.amp``, the cheapest exact check on CPU and CUDA. Without a scale it
+    writes every element back as it was.
+
+    Args:
+        grads: Local gradients of any device and dtype.
+        grad_scale: Loss scale, or ``None``.
+        device: Where the result goes.
+
+    Returns:
+        fp32 ``(1,)``: above 0 where any element is infinite or NaN, else 0.
+    """
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    inverse = found.new_ones(1) if grad_scale is None else grad_scale.double().reciprocal().float()
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    inverse = grad_scale.double().reciprocal().float()
-    for device, same_device in by_device.items():
-        torch._foreach_mul_(same_device, inverse.to(device))
+        if grad.numel() > 0:
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (where, _), same_kind in by_kind.items():
+        part = torch.zeros(1, dtype=torch.float32, device=where)
+        torch._amp_foreach_non_finite_check_and_unscale_(same_kind, part, inverse.to(where))
+        found = torch.maximum(found, part.to(device))
+    return found

@@ -13,7 +13,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.scaling import LR_SCALES
 from dmuon_hf.core.plan import canonical_name
 
-__all__ = ["DEFAULT_GROUP", "Defaults", "LoweredGroup", "lower_groups", "trainable_parameters"]
+__all__ = ["DEFAULT_GROUP", "Defaults", "LoweredGroup", "lower_groups", "scalar", "trainable_parameters"]
 
 DEFAULT_GROUP: Final = "default"
 

@@ -15,11 +15,12 @@ from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.optim.adamw import apply_adamw
 from dmuon_hf.core.optim.binding import check_held, check_rebindable, require_runtime
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
-from dmuon_hf.core.optim.gradients import local_tensor, unscale_
+from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, scalar, trainable_parameters
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
 from dmuon_hf.core.optim.progress import FirstStepProgress
-from dmuon_hf.core.optim.state import check_loadable, fresh_state, restore_precision
+from dmuon_hf.core.optim.scaling import LrScale
+from dmuon_hf.core.optim.state import check_loadable, fresh_state, restore_state
 from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
 from dmuon_hf.core.optim.verdict import agree_on_step
@@ -114,7 +115,7 @@ class Muon(Optimizer):
         first_step_progress_log: bool = True,
         first_step_progress_log_limit: int = 8,
         *,
-        lr_scale: str = "match_rms_adamw",
+        lr_scale: LrScale = "match_rms_adamw",
     ) -> None:
         require_defaults(
             record_step_profile=record_step_profile,
@@ -156,7 +157,7 @@ class Muon(Optimizer):
         self._reset_state()
         self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
 
-    # ------------------------------------------------------------------------------------------------ construction
+    # -- construction ------------------------------------------------------------------------------------------------
 
     def _lower(self, user_groups: Iterable[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
         lowered = lower_groups(trainable_parameters(self._model), self._runtime.dedicated.keys(), user_groups, defaults)
@@ -203,7 +204,7 @@ class Muon(Optimizer):
         self._bound = False
         runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
 
-    # -------------------------------------------------------------------------------------------------- state dicts
+    # -- state dicts -------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and hyperparameters; momentum keeps fp32. See ``torch.optim.Optimizer.load_state_dict``.
@@ -212,17 +213,17 @@ class Muon(Optimizer):
             ConfigurationError: The groups differ, or state is missing or misshapen; nothing is changed.
         """
         check_loadable(self.param_groups, self._names, state_dict)
-        before = self.param_groups
+        before, state_before = self.param_groups, self.state
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
             for key, value in old.items():
                 group.setdefault(key, value)
-        restore_precision(self.param_groups, self.state, state_dict)
+        restore_state(self.param_groups, self.state, state_dict, state_before)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Muon is bound to a model on this rank and cannot be copied or pickled: save its state_dict()")
 
-    # --------------------------------------------------------------------------------------------------------- step
+    # -- step --------------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, accumulated and in flight; all ranks call it together.
@@ -257,14 +258,12 @@ class Muon(Optimizer):
         runtime.prepare_grads()
         if not self._bound:
             self._bind()
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        grads = self._local_grads()
-        verdict = agree_on_step(runtime, grads, getattr(self, "found_inf", None))
+        # Attributes that torch.amp.GradScaler sets for the time of the call.
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        verdict = agree_on_step(runtime, self._local_grads(), grad_scale=grad_scale, found_inf=found_inf)
         if not verdict.finite:
             self._count_skip()
             return loss
-        if grad_scale is not None and grads:
-            unscale_(grads, grad_scale)
         reached = {
             id(matrix.param): matrix
             for matrix, has_grad in zip(runtime.dedicated.values(), verdict.reached, strict=True)
@@ -286,8 +285,8 @@ class Muon(Optimizer):
         dtypes = {str(m.param.dtype) for m in self._runtime.dedicated.values() if m.param.dtype.itemsize < 4}
         if dtypes and _is_first_rank():
             logger.warning(
-                "dedicated weights are kept in %s: each update is computed in fp32 and rounded, so small ones are lost. "
-                "Load the model in float32 and use mixed precision for the computation.",
+                "dedicated weights are kept in %s: each update is computed in fp32 and rounded, so small ones are "
+                "lost. Load the model in float32 and use mixed precision for the computation.",
                 ", ".join(sorted(dtypes)),
             )
 
@@ -349,7 +348,7 @@ class Muon(Optimizer):
                 self.skipped_steps,
             )
 
-    # --------------------------------------------------------------------------------------------------------- clip
+    # -- clip --------------------------------------------------------------------------------------------------------
 
     @property
     def runtime(self) -> OptimizerRuntime:

@@ -38,7 +38,7 @@ def lr_scale_factor(shape: tuple[int, int], rule: str) -> float:
     return _RULES[rule](out, inner)
 
 
-def convert_lr(lr: float, shape: tuple[int, int], source: str, target: str) -> float:
+def convert_lr(lr: float, shape: tuple[int, int], source: LrScale, target: LrScale) -> float:
     """Learning rate that under rule ``target`` takes the step that ``lr`` takes under rule ``source``.
 
     Args:

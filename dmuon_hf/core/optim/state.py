@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.update import momentum_dtype
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
-__all__ = ["check_loadable", "fresh_state", "restore_precision"]
+__all__ = ["check_loadable", "fresh_state", "restore_state"]
 
 _STATE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "muon": ("momentum_buffer",),
@@ -71,6 +72,8 @@ def check_loadable(
 
 def _check_entry(param: Tensor, name: str, route: str, entry: Mapping[str, Any] | None) -> None:
     if entry is None:
+        if not param.requires_grad:
+            return
         raise ConfigurationError(f"the state dict holds no optimizer state of {name!r}")
     for key in _STATE_KEYS[route]:
         if key not in entry:
@@ -80,25 +83,49 @@ def _check_entry(param: Tensor, name: str, route: str, entry: Mapping[str, Any] 
             continue
         if value.shape != param.shape:
             raise ConfigurationError(f"{key!r} of {name!r} has shape {tuple(value.shape)}, wanted {tuple(param.shape)}")
-        if isinstance(param, DTensor) and not isinstance(value, DTensor):
+        if not _same_layout(param, value):
             raise ConfigurationError(
-                f"{key!r} of {name!r} is a plain tensor but the parameter is distributed: load it with "
+                f"{key!r} of {name!r} is a {_layout(value)}, the parameter is a {_layout(param)}: load it with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which distributes it"
             )
 
 
-def restore_precision(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
+def _same_layout(param: Tensor, value: Tensor) -> bool:
+    """Whether ``value`` can be the state of ``param`` without moving data; the answer is the same on all ranks."""
+    if isinstance(param, OwnedTensor) or isinstance(value, OwnedTensor):
+        return isinstance(param, OwnedTensor) and isinstance(value, OwnedTensor) and param.owner == value.owner
+    if isinstance(param, DTensor) and isinstance(value, DTensor):
+        return param.placements == value.placements and param.device_mesh == value.device_mesh
+    return not isinstance(param, DTensor) and not isinstance(value, DTensor)
+
+
+def _layout(tensor: Tensor) -> str:
+    if isinstance(tensor, OwnedTensor):
+        return f"matrix owned by rank {tensor.owner}"
+    if isinstance(tensor, DTensor):
+        return f"DTensor with placements {tensor.placements}"
+    return "plain tensor"
+
+
+def restore_state(
+    groups: Sequence[Mapping[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    state_dict: Mapping[str, Any],
+    previous: Mapping[Tensor, dict[str, Any]],
 ) -> None:
-    """Undo what ``torch.optim.Optimizer.load_state_dict`` does to values that do not follow the parameter.
+    """Correct ``state`` as ``torch.optim.Optimizer.load_state_dict`` left it after loading ``state_dict``.
 
     It casts floating-point state to the parameter's dtype, which would round the fp32 momentum of a bf16 parameter, and
-    leaves ``step`` on whichever device it was saved from, where reading it would synchronise.
+    leaves ``step`` on whichever device it was saved from, where reading it would synchronise. A parameter that was
+    frozen since, and so has no entry, keeps its ``previous`` state.
     """
     keys = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     for group in groups:
         for param in group["params"]:
-            saved = state_dict["state"][next(keys)]
+            saved = state_dict["state"].get(next(keys))
+            if saved is None:
+                state[param] = previous[param]
+                continue
             entry = state[param]
             if group["route"] == "muon":
                 entry["momentum_buffer"] = saved["momentum_buffer"].to(device=param.device, dtype=momentum_dtype(param))

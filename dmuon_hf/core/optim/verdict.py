@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.optim.gradients import check_and_unscale_
 from dmuon_hf.core.optim.interfaces import OptimizerRuntime
 
-__all__ = ["StepVerdict", "agree_on_step", "any_nonfinite"]
+__all__ = ["StepVerdict", "agree_on_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +29,17 @@ class StepVerdict:
     """Per dedicated matrix, in plan order: some rank saw a gradient."""
 
 
-def any_nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp32 scalar on ``device``: 1 where any element of ``tensors`` is infinite or NaN, else 0. Does not synchronise.
+def agree_on_step(
+    runtime: OptimizerRuntime, grads: Sequence[Tensor], *, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> StepVerdict:
+    """Unscale the gradients and agree with all data-parallel ranks on this step.
 
-    The largest magnitude is used, not the 2-norm, which overflows in fp32 for finite elements above 1e19.
-    """
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > 0:
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    found = torch.zeros((), dtype=torch.float32, device=device)
-    for same_kind in by_kind.values():
-        largest = torch.stack(torch._foreach_norm(same_kind, float("inf")))
-        found = torch.maximum(found, (~torch.isfinite(largest)).any().to(device=device, dtype=torch.float32))
-    return found
-
-
-def agree_on_step(runtime: OptimizerRuntime, grads: Sequence[Tensor], found_inf: Tensor | None) -> StepVerdict:
-    """Agree with all data-parallel ranks on this step. Collective; one device synchronisation.
+    Collective; one device synchronisation.
 
     Args:
         runtime: Runtime of the model, its gradients prepared.
         grads: Every gradient this rank holds, local tensors.
+        grad_scale: Loss scale that they carry, or ``None``; they are divided by it in place.
         found_inf: What a gradient scaler found on this rank, or ``None`` without one.
 
     Raises:
@@ -58,9 +48,9 @@ def agree_on_step(runtime: OptimizerRuntime, grads: Sequence[Tensor], found_inf:
     device = runtime.topology.device
     count = runtime.backward_count
     values = torch.tensor([0.0, count, -count, *map(float, runtime.grad_flags())], dtype=torch.float32).to(device)
-    values[0] = any_nonfinite(grads, device)
+    values[:1] = check_and_unscale_(grads, grad_scale, device)
     if found_inf is not None:
-        values[0] = torch.maximum(values[0], (found_inf.to(device) != 0).to(torch.float32))
+        values[:1] = torch.maximum(values[:1], (found_inf.to(device) != 0).to(torch.float32))
     nonfinite, most, least_negated, *reached = runtime.agree(values).tolist()
     if most != -least_negated:
         raise LockstepError(

@@ -26,7 +26,7 @@ __all__ = ["RuntimeOptions", "Target", "build_runtime"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter that is to be dedicated: the object, every ``(module, attribute)`` that holds it, and its boundary."""
+    """A parameter to be dedicated: the object, every ``(module, attribute)`` that holds it, and its boundary."""
 
     param: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
@@ -95,8 +95,8 @@ def _check_dtypes(plan: Plan, options: RuntimeOptions) -> None:
         dtypes = {entry.dtype for entry in plan.unit_entries(unit)}
         if len(dtypes) > 1:
             raise ConfigurationError(
-                f"the parameters of unit {unit!r} have several dtypes {sorted(map(str, dtypes))} and travel in one buffer: pass "
-                "compute_dtype to dedicate_params"
+                f"the parameters of unit {unit!r} have several dtypes {sorted(map(str, dtypes))} and travel in one "
+                "buffer: pass compute_dtype to dedicate_params"
             )
 
 
@@ -139,7 +139,8 @@ def _initial_local(
         return torch.empty((0, *entry.shape[1:]), dtype=dtype, device=topology.device)
     if value.is_meta:
         raise ConfigurationError(
-            f"{entry.name} is on the meta device: materialise the model before dedicate_params, or load it on the first rank"
+            f"{entry.name} is on the meta device: materialise the model before dedicate_params, or load it on one "
+            "rank and pass source_rank"
         )
     value = value.to(device=topology.device, dtype=dtype).contiguous()
     shares_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()

@@ -21,7 +21,8 @@ class InFlight:
     """One batch of issued collectives.
 
     The record owns every tensor the collectives read or write until they have finished. On an accelerator the batch is
-    ordered by an event on the side stream and waiting costs the host nothing; on the CPU the work handles are waited for.
+    ordered by an event on the side stream and waiting costs the host nothing; on the CPU the work handles are waited
+    for.
     """
 
     __slots__ = ("_device", "_event", "_kept", "_works")
@@ -44,12 +45,17 @@ class InFlight:
 
 
 def issue_on(
-    device: DeviceHandle, stream: Any, kept: Sequence[Tensor], issue: Callable[[], list[Any]], *, after: Any | None = None
+    device: DeviceHandle,
+    stream: Any,
+    kept: Sequence[Tensor],
+    issue: Callable[[], list[Any]],
+    *,
+    after: Any | None = None,
 ) -> InFlight:
     """Run ``issue`` (copies, then asynchronous collectives whose works it returns) on a side stream.
 
-    The side stream first waits for the current stream, because the buffers were allocated, and the sources last written,
-    there; ``after`` is one more event to wait for.
+    The side stream first waits for the current stream, because the buffers were allocated, and the sources last
+    written, there; ``after`` is one more event to wait for.
     """
     if device.is_cpu:
         return InFlight(device, issue(), None, kept)
@@ -96,13 +102,18 @@ def exchange_to_owners(
     """
     size = dist.get_world_size(group)
     work = dist.all_to_all_single(
-        receive.view(-1), send, output_split_sizes=[own] * size, input_split_sizes=list(splits), group=group, async_op=True
+        receive.view(-1),
+        send,
+        output_split_sizes=[own] * size,
+        input_split_sizes=list(splits),
+        group=group,
+        async_op=True,
     )
     return [work]
 
 
 def reduce_segments_to_owners(segments: Sequence[Tensor], owners: Sequence[int], group: ProcessGroup) -> list[Any]:
-    """Sum each contiguous segment in place onto its owner (group rank); coalesced on NCCL. Collective over ``group``."""
+    """Sum each contiguous segment in place onto its owner (group rank). Collective over ``group``."""
     works: list[Any] = []
     if not segments:
         return works

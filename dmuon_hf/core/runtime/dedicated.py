@@ -20,8 +20,8 @@ class DedicatedParam:
     Attributes:
         name: Canonical name in the model.
         aliases: Further canonical names of the same parameter (tied weights).
-        param: What the module holds outside its forward: an ``nn.Parameter`` that is an :class:`OwnedTensor`, or a plain
-            one in a single process without a process group.
+        param: What the module holds outside its forward: an ``nn.Parameter`` that is an :class:`OwnedTensor`, or a
+            plain one in a single process without a process group.
         spec: How the stored tensor decomposes into logical ``(out, in)`` matrices.
         owner: Owner slot ``(shard, replicate)``.
         unit: Name of the hook boundary.

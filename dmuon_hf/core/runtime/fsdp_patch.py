@@ -24,8 +24,8 @@ _originals: dict[str, Callable[..., Any]] = {}
 def install_patch() -> None:
     """Make ``fully_shard`` skip dedicated parameters. Runs on import of :mod:`dmuon_hf.core`; safe to repeat.
 
-    Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever accumulates
-    gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way.
+    Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever
+    accumulates gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way.
     """
     if _originals:
         return
@@ -43,9 +43,7 @@ def install_patch() -> None:
         }
         return managed(modules, (ignored_params or set()) | dedicated if dedicated else ignored_params)
 
-    def set_requires_gradient_sync(
-        self: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
+    def set_requires_gradient_sync(self: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         set_sync(self, requires_gradient_sync, recurse=recurse)
         assert isinstance(self, nn.Module)
         for module in self.modules() if recurse else (self,):

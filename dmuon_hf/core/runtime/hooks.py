@@ -139,8 +139,8 @@ def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetch
 def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Prefetcher) -> list[RemovableHandle]:
     """Begin every backward pass in the outermost graph task, and gather the first unit ahead.
 
-    Reentrant checkpointing runs backward passes inside the backward pass; a pass that began in an inner one would end with
-    it. The root's outputs are reached first, in the outer one.
+    Reentrant checkpointing runs backward passes inside the backward pass; a pass that began in an inner one would end
+    with it. The root's outputs are reached first, in the outer one.
     """
 
     def pre_forward(module: nn.Module, args: Any) -> None:

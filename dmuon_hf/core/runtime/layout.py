@@ -29,8 +29,8 @@ class Segment:
 class PackedLayout:
     """Offsets of a unit's matrices, ordered by owner slot.
 
-    ``order[i]`` is the position in the plan of the i-th matrix of the buffer. ``shard_segments[s]`` is the bucket of shard
-    coordinate ``s``; inside it ``slot_segments[(s, r)]`` belongs to replica ``r``. Both may be empty.
+    ``order[i]`` is the position in the plan of the i-th matrix of the buffer. ``shard_segments[s]`` is the bucket of
+    shard coordinate ``s``; inside it ``slot_segments[(s, r)]`` belongs to replica ``r``. Both may be empty.
     """
 
     order: tuple[int, ...]

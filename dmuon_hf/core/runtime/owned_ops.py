@@ -17,6 +17,7 @@ __all__ = [
     "is_elementwise",
     "is_foreach",
     "is_owner_scalar",
+    "is_random",
     "is_view",
     "mutated_arguments",
 ]
@@ -78,9 +79,13 @@ def is_view(func: OpOverload) -> bool:
 
 def is_elementwise(func: OpOverload) -> bool:
     """Whether every element of the result depends on the same element of the arguments only."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return False  # the owner's random state would run ahead of the others'
-    return torch.Tag.pointwise in func.tags or func in _VIEWS or func in _UNTAGGED_ELEMENTWISE
+    tagged = torch.Tag.pointwise in func.tags and not is_random(func)
+    return tagged or func in _VIEWS or func in _UNTAGGED_ELEMENTWISE
+
+
+def is_random(func: OpOverload) -> bool:
+    """Whether the operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def is_owner_scalar(func: OpOverload) -> bool:

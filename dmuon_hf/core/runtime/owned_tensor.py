@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeGuard, cast
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -30,21 +30,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map
 
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
-from dmuon_hf.core.runtime.owned_ops import (
-    is_elementwise,
-    is_foreach,
-    is_owner_scalar,
-    is_view,
-    mutated_arguments,
-)
 
 __all__ = ["Content", "OwnedTensor"]
-
-aten = torch.ops.aten
-_Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
 
 
 class Content:
@@ -115,7 +104,9 @@ class OwnedTensor(DTensor):
             raise ConfigurationError(f"{role} must hold a local tensor of shape {expected}, got {tuple(local.shape)}")
         if not local.is_contiguous():
             raise ConfigurationError("the local tensor must be contiguous: call .contiguous() first")
-        return _make(local.detach(), _spec(mesh, shape, local.dtype), owner, is_owner, Content(), requires_grad)
+        return make_owned(
+            local.detach(), owned_spec(mesh, shape, local.dtype), owner, is_owner, Content(), requires_grad
+        )
 
     @property
     def owner(self) -> int:
@@ -177,7 +168,7 @@ class OwnedTensor(DTensor):
         if mesh == self.device_mesh and target == self.placements:
             return self
         if mesh == self.device_mesh and all(placement.is_replicate() for placement in target):
-            return _replicated(self.full_tensor(), mesh)
+            return replicated(self.full_tensor(), mesh)
         raise NotImplementedError(
             f"an owned tensor can only be redistributed to Replicate() on its own mesh, not to {target}: "
             "use distribute_tensor(tensor.full_tensor(), mesh, placements)"
@@ -222,7 +213,7 @@ class OwnedTensor(DTensor):
         inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> OwnedTensor:
         spec, owner, is_owner, content, requires_grad = flatten_spec
-        return _make(inner_tensors["_local_tensor"], spec, owner, is_owner, content, requires_grad)
+        return make_owned(inner_tensors["_local_tensor"], spec, owner, is_owner, content, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTensor:
         if id(self) in memo:
@@ -231,7 +222,7 @@ class OwnedTensor(DTensor):
             raise DMuonError("only leaf tensors can be deep-copied: call .detach() first")
         local = self._local_tensor.detach().clone()
         content = Content(self._content.version + 1)
-        duplicate = _make(local, self._spec, self._owner, self._is_owner, content, self.requires_grad)
+        duplicate = make_owned(local, self._spec, self._owner, self._is_owner, content, self.requires_grad)
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))  # `_is_param` makes it an nn.Parameter
         if self.grad is not None:
@@ -254,29 +245,18 @@ class OwnedTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        run = _SPECIAL.get(func) or _by_kind(func)
-        if run is None:
-            raise NotImplementedError(
-                f"{func} is not defined on an owned tensor, whose values lie on one rank: gather it first with "
-                "tensor.full_tensor(), or work on tensor.to_local() on the owner"
-            )
-        result = run(func, args, kwargs)
-        for content in {id(t): t._content for t in mutated_arguments(func, args, kwargs) if _owned(t)}.values():
-            content.bump()
-        return result
+        # The operators are defined in terms of this class.
+        from dmuon_hf.core.runtime.owned_dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
 
 
-def _owned(value: object) -> TypeGuard[OwnedTensor]:
-    return isinstance(value, OwnedTensor)
-
-
-def _spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+def ownedowned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def _make(
+def make_owned(
     local: torch.Tensor, spec: DTensorSpec, owner: int, is_owner: bool, content: Content, requires_grad: bool = False
 ) -> OwnedTensor:
     tensor = cast(OwnedTensor, OwnedTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad))
@@ -286,198 +266,5 @@ def _make(
     return tensor
 
 
-def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-
-
-def _like(local: torch.Tensor, reference: OwnedTensor, content: Content) -> OwnedTensor:
-    spec = reference._spec
-    if local.dtype != reference.dtype:
-        spec = _spec(reference.device_mesh, reference.shape, local.dtype)
-    return _make(local, spec, reference._owner, reference._is_owner, content)
-
-
-def _by_kind(func: OpOverload) -> _Operator | None:
-    if is_elementwise(func):
-        return _elementwise
-    if is_foreach(func):
-        return _foreach
-    if is_owner_scalar(func):
-        return _owner_scalar
-    return None
-
-
-def _local_argument(func: OpOverload, value: Any, reference: OwnedTensor) -> Any:
-    """The local part of one argument beside ``reference``; refuses what does not line up with it."""
-    if isinstance(value, OwnedTensor):
-        if (
-            value._owner == reference._owner
-            and value.shape == reference.shape
-            and value.device_mesh == reference.device_mesh
-        ):
-            return value._local_tensor
-        raise DMuonError(f"{func}: owned tensors differ in owner, shape or mesh: {reference} and {value}")
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.ndim == 0:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    raise DMuonError(
-        f"{func} mixes {reference} with a {type(value).__name__} of shape {tuple(value.shape)}: gather the owned one "
-        "with full_tensor(), or copy the other into an owned tensor with copy_()"
-    )
-
-
-def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Run on the local tensors; a result has the layout of the arguments."""
-    flat = torch.utils._pytree.tree_leaves((args, kwargs))
-    owned = [value for value in flat if isinstance(value, OwnedTensor)]
-    local_args, local_kwargs = tree_map(lambda value: _local_argument(func, value, owned[0]), (args, kwargs))
-    result = func(*local_args, **local_kwargs)
-    if func._schema.is_mutable:
-        return next(iter(mutated_arguments(func, args, kwargs)))
-    content = owned[0]._content if is_view(func) else Content(1 + max(tensor._content.version for tensor in owned))
-    return _like(result, owned[0], content)
-
-
-def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Run the indices that hold owned tensors on their local tensors and leave the others to torch."""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and len(value) > 0]
-    count = len(lists[0])
-    owned: dict[int, OwnedTensor] = {}
-    for i, items in enumerate(zip(*lists, strict=True)):
-        owned.update((i, item) for item in items if _owned(item))
-    others = [i for i in range(count) if i not in owned]
-
-    def local(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [_local_argument(func, value[i], reference) for i, reference in owned.items()] if value else []
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        return value[list(owned)] if _has_one_per_index(value, count) else value
-
-    def remaining(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [value[i] for i in others] if value else []
-        return value[others] if _has_one_per_index(value, count) else value
-
-    results: dict[int, torch.Tensor] = {}
-    values = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-    for (i, reference), value in zip(owned.items(), values or (), strict=False):
-        results[i] = _like(value, reference, Content(1 + reference._content.version))
-    if others:
-        values = func(*map(remaining, args), **{name: remaining(value) for name, value in kwargs.items()})
-        results.update(zip(others, values or (), strict=False))
-    return None if func._schema.is_mutable else [results[i] for i in range(count)]
-
-
-def _has_one_per_index(value: Any, count: int) -> bool:
-    """Whether a foreach argument is a 1-D tensor of scalars, as ``_foreach_addcdiv_.Tensor`` takes them."""
-    return isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == count
-
-
-def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``copy_``: the owner takes the values of a plain full tensor, or of a DTensor of any layout.
-
-    A collective when the source is distributed otherwise than the destination.
-    """
-    destination, source, *rest = args
-    if not isinstance(destination, OwnedTensor):
-        raise DMuonError(f"copy_ into a {type(destination).__name__} from an owned tensor: pass source.full_tensor()")
-    if source.ndim > 0 and source.shape != destination.shape:
-        raise DMuonError(
-            f"copy_: source of shape {tuple(source.shape)} into {destination}: every rank passes the whole tensor"
-        )
-    if isinstance(source, OwnedTensor) and (source._owner, source.device_mesh) == (
-        destination._owner,
-        destination.device_mesh,
-    ):
-        source = source._local_tensor
-    elif isinstance(source, DTensor):
-        source = source.full_tensor()
-    if destination._is_owner:
-        func(destination._local_tensor, source, *rest, **kwargs)
-    return destination
-
-
-def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``new_empty`` of the same shape, which is how checkpoint staging makes its copy."""
-    tensor, size = args
-    if tuple(size) != tuple(tensor.shape):
-        raise NotImplementedError(
-            f"new_empty({tuple(size)}) from an owned tensor of another shape: use torch.empty, or full_tensor() first"
-        )
-    return _elementwise(aten.empty_like.default, (tensor,), kwargs)
-
-
-def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    destinations, sources, *rest = args
-    for destination, source in zip(destinations, sources, strict=True):
-        if _owned(destination) or _owned(source):
-            _copy(aten.copy_.default, (destination, source, *rest), kwargs)
-        else:
-            destination.copy_(source, *rest, **kwargs)
-
-
-def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A statistic of the whole tensor: the owner computes it and broadcasts one element."""
-    tensor = args[0]
-    outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
-    if outline.ndim > 0:
-        raise NotImplementedError(
-            f"{func} along single dimensions of an owned tensor: gather it with full_tensor() first"
-        )
-    local = tensor._local_tensor
-    value = func(local, *args[1:], **kwargs) if tensor._is_owner else local.new_empty((), dtype=outline.dtype)
-    wire = value.view(torch.uint8) if value.element_size() == 1 else value
-    dist.broadcast(wire, group=tensor.device_mesh.get_group(), group_src=tensor._owner)
-    return _replicated(value, tensor.device_mesh)
-
-
-def _as_sharded(tensor: OwnedTensor, order: float) -> DTensor:
-    """The same values as a plain DTensor whose per-rank norms combine to the norm of the whole."""
-    local = tensor._local_tensor
-    if order < 0:
-        raise NotImplementedError(f"norm of order {order} of an owned tensor: gather it with full_tensor() first")
-    if math.isinf(order) and local.shape[0] == 0:
-        local = local.new_zeros(
-            (1, *local.shape[1:])
-        )  # the maximum over no rows is not defined; over a zero row it is 0
-    return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=False)
-
-
-def _vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Norm of the whole tensor as a partial DTensor: torch reduces all norms of a model in one collective."""
-    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    dim = args[2] if len(args) > 2 else kwargs.get("dim")
-    keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
-    if keepdim or (dim is not None and len(dim) != tensor.ndim):
-        raise NotImplementedError("norm along single dimensions of an owned tensor: gather it with full_tensor() first")
-    return cast(DTensor, func(_as_sharded(tensor, order), order, dtype=kwargs.get("dtype")))
-
-
-def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    tensors = [_as_sharded(tensor, order) if isinstance(tensor, OwnedTensor) else tensor for tensor in args[0]]
-    return cast("list[torch.Tensor]", func(tensors, *args[1:], **kwargs))
-
-
-def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's check: unscale in place and agree over the mesh on whether any gradient is not finite."""
-    gradients, found_inf, inverse_scale = args
-    others = [tensor for tensor in gradients if not _owned(tensor)]
-    owned = [tensor for tensor in gradients if _owned(tensor)]
-    if others:
-        func(others, found_inf, inverse_scale)
-    func([tensor._local_tensor for tensor in owned], found_inf, inverse_scale)
-    for mesh in {id(mesh): mesh for mesh in (tensor.device_mesh for tensor in owned)}.values():
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group())
-
-
-_SPECIAL: dict[OpOverload, _Operator] = {
-    aten.copy_.default: _copy,
-    aten._foreach_copy_.default: _foreach_copy,
-    aten.new_empty.default: _new_empty,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-}

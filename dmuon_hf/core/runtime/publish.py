@@ -1,8 +1,8 @@
 """HSDP: bring an updated weight from its owner to the owner's peers in the other replicas.
 
-Every replica gathers inside itself, so the rank at the owner's shard coordinate of each replica keeps a copy of the newest
-weight in the compute dtype. The publish is a broadcast over the replicate dimension, issued by ``step()`` and waited for
-where the copy is read.
+Every replica gathers inside itself, so the rank at the owner's shard coordinate of each replica keeps a copy of the
+newest weight in the compute dtype. The publish is a broadcast over the replicate dimension, issued by ``step()`` and
+waited for where the copy is read.
 """
 
 from __future__ import annotations

@@ -118,16 +118,18 @@ class OwnerReduction:
 
     @torch.no_grad()
     def launch(self, grads: Sequence[Tensor | None]) -> PendingReduction:
-        """Start reducing this rank's gradients (buffer order; ``None`` counts as zero). Collective over the shard group."""
-        packed = torch.zeros(self._layout.numel, dtype=self._dtype, device=self._topology.device)
-        present = [i for i, grad in enumerate(grads) if grad is not None]
+        """Start reducing this rank's gradients (buffer order; ``None`` is zero). Collective over the shard group."""
+        # The alignment gaps stay as they are: nobody reads them on the other side.
+        packed = torch.empty(self._layout.numel, dtype=self._dtype, device=self._topology.device)
+        present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        missing = [i for i, grad in enumerate(grads) if grad is None]
         if present:
-            torch._foreach_copy_(self._layout.views(packed, present), [grads[i] for i in present])
+            torch._foreach_copy_(self._layout.views(packed, [i for i, _ in present]), [grad for _, grad in present])
+        if missing:
+            torch._foreach_zero_(self._layout.views(packed, missing))
         return PendingReduction(self._shard_stage.issue(packed), self._replicate_stage, self._topology.size)
 
     def own_views(self, bucket: Tensor) -> list[Tensor]:
         """Matrix-shaped views of what :meth:`PendingReduction.finish` returned, in buffer order."""
         slot = self._topology.slot
-        return self._layout.views(
-            bucket, self._layout.owned_by(slot), origin=self._layout.slot_segments[slot].start
-        )
+        return self._layout.views(bucket, self._layout.owned_by(slot), origin=self._layout.slot_segments[slot].start)

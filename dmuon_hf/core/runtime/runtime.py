@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,11 +17,10 @@ from .comm_context import DedicatedCommContext
 from .dedicated import DedicatedParam
 from .fsdp_patch import SYNC_LISTENER
 from .hooks import register_root_hooks, register_unit_hooks
-from .owned_tensor import OwnedTensor
 from .schedule import BackwardPass, Prefetcher
 from .unit import Unit
 
-__all__ = ["Runtime", "attach", "detach", "hidden", "runtime_of"]
+__all__ = ["Runtime", "attach", "detach", "hidden", "require_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_dmuon_runtime"
 
@@ -97,24 +95,25 @@ class Runtime:
     def prepare_grads(self) -> None:
         """Make parameters and gradients ready for an update: every ``.grad`` final, every parameter sharded.
 
-        Dedicated gradients are final when ``backward()`` has returned. FSDP2 keeps its root's whole weights after a forward that
-        no backward followed, and would use them again after the step: it is told to give them up.
+        Dedicated gradients are final when ``backward()`` has returned. FSDP2 keeps its root's whole weights after a
+        forward that no backward followed, and would use them again after the step: it is told to give them up.
 
         Raises:
-            DMuonError: The last backward pass ended with an exception, or gradients of passes under ``no_sync`` were never reduced.
+            DMuonError: The last backward pass ended with an exception, or gradients of passes under ``no_sync`` were
+                never reduced.
         """
         if self.backward.active:
             raise DMuonError(
-                "the last backward pass did not finish, so its gradients are incomplete: call optimizer.zero_grad() and "
-                "run the batch again before optimizer.step()"
+                "the last backward pass did not finish, so its gradients are incomplete: call optimizer.zero_grad() "
+                "and run the batch again before optimizer.step()"
             )
         for module in self._fsdp():
             module.reshard()
         waiting = next((unit.name for unit in self.units if unit.has_unsynchronised_grads), None)
         if waiting is not None:
             raise DMuonError(
-                f"gradients of {waiting!r} were accumulated under no_sync and never reduced to their owners: run the last "
-                "micro-batch outside of no_sync, or call optimizer.zero_grad() to drop them"
+                f"gradients of {waiting!r} were accumulated under no_sync and never reduced to their owners: run the "
+                "last micro-batch outside of no_sync, or call optimizer.zero_grad() to drop them"
             )
 
     def _fsdp(self) -> list[FSDPModule]:
@@ -129,7 +128,7 @@ class Runtime:
         if not self.units:
             return [param.param.grad is not None for param in self.dedicated.values()]
         seen = {
-            param.name: unit.saw_grad[i] and param.param.grad is not None
+            param.name: unit.has_grad(i)
             for unit in self.units
             for i, param in enumerate(unit.params)
         }
@@ -145,11 +144,11 @@ class Runtime:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def agree(self, values: Tensor) -> Tensor:
-        """Elementwise maximum of a small vector over all data-parallel ranks. Collective; the identity in one process."""
+        """Elementwise maximum of a small vector over all data-parallel ranks. Collective."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def reduce_sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum of a small vector over all data-parallel ranks. Collective; the identity in one process."""
+        """Elementwise sum of a small vector over all data-parallel ranks. Collective."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -189,8 +188,8 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
     """Make ``runtime`` the runtime of ``model``."""
     if runtime_of(model) is not None:
         raise ConfigurationError(
-            "dedicate_params was already called on this model (or on a part of it): pass everything that is to be owned in "
-            "one call"
+            "dedicate_params was already called on this model (or on a part of it): pass everything that is to be "
+            "owned in one call"
         )
     model.__dict__[_ATTRIBUTE] = runtime
 
@@ -202,6 +201,14 @@ def runtime_of(model: nn.Module) -> Runtime | None:
         if isinstance(runtime, Runtime):
             return runtime
     return None
+
+
+def require_runtime(model: nn.Module) -> Runtime:
+    """The runtime of a model, or an error that says what to call."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ConfigurationError("this model has no dedicated parameters: call dedicate_params(model, ...) first")
+    return runtime
 
 
 def detach(model: nn.Module) -> None:
@@ -216,7 +223,7 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def hidden(model: nn.Module) -> Iterator[None]:
-    """Take the dedicated parameters out of their modules, for code that moves, shards or maps every parameter it finds."""
+    """Take the dedicated parameters out of their modules, for code that treats every parameter it finds."""
     runtime = runtime_of(model)
     places = [
         (module, attribute, param)
@@ -236,5 +243,3 @@ def hidden(model: nn.Module) -> Iterator[None]:
             module._parameters.clear()
             for name in [*(n for n in order if n in present), *(n for n in present if n not in order)]:
                 module._parameters[name] = present[name]
-
-

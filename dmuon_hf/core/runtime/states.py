@@ -1,10 +1,11 @@
 """The states of a unit and the moves between them.
 
 [Note: generations and epochs]
-Freshness is a number. Every owned tensor carries a content version that all ranks bump together (an in-place operation, a
-load, an optimizer step). A gathered or published copy records the versions it was made from and may be read only while they
-are the current ones; nobody sets or clears a "dirty" flag. Gradients belong to the backward pass that produced them: a
-reduction is launched and finished inside one pass, and a pass that did not finish (an exception) is dropped whole.
+Freshness is a number. Every owned tensor carries a content version that all ranks bump together (an in-place
+operation, a load, an optimizer step). A gathered or published copy records the versions it was made from and may be
+read only while they are the current ones; nobody sets or clears a "dirty" flag. Gradients belong to the backward pass
+that produced them: a reduction is launched and finished inside one pass, and a pass that did not finish (an exception)
+    is dropped whole.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Generic, TypeVar
 
 from ..errors import DMuonError
 
-__all__ = ["GradState", "IllegalTransition", "StateMachine", "WeightState", "grad_machine", "weight_machine"]
+__all__ = ["GradState", "IllegalTransitionError", "StateMachine", "WeightState", "grad_machine", "weight_machine"]
 
 
-class IllegalTransition(DMuonError):
-    """A unit was asked to do something its state does not allow: a fault of the runtime, or a hook that was bypassed."""
+class IllegalTransitionError(DMuonError):
+    """A unit was asked to do what its state does not allow: a fault of the runtime, or a hook that was bypassed."""
 
 
 class WeightState(enum.Enum):
@@ -68,7 +69,7 @@ class StateMachine(Generic[S]):
 
     def to(self, target: S) -> None:
         if target not in self._moves[self.state]:
-            raise IllegalTransition(f"unit {self._owner!r} cannot go from {self.state.name} to {target.name}")
+            raise IllegalTransitionError(f"unit {self._owner!r} cannot go from {self.state.name} to {target.name}")
         self.state = target
 
 

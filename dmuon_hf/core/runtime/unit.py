@@ -24,9 +24,9 @@ __all__ = ["Unit"]
 class Unit:
     """Weights and gradients of one hook boundary.
 
-    The packed buffer's storage is freed and reallocated in place, so tensors that autograd saved keep pointing at it, as
-    in FSDP2. The unsharded parameters view that storage through a version counter of their own: filling the buffer again
-    is not a modification that autograd has to refuse, because it restores the same values.
+    The packed buffer's storage is freed and reallocated in place, so tensors that autograd saved keep pointing at it,
+    as in FSDP2. The unsharded parameters view that storage through a version counter of their own: filling the buffer
+    again is not a modification that autograd has to refuse, because it restores the same values.
 
     Attributes:
         params: The dedicated parameters in buffer order.
@@ -74,6 +74,8 @@ class Unit:
 
         self._accumulated: list[Tensor | None] = [None] * len(self.params)
         self._unsynchronised = 0
+        # The gradients this unit put on the owned parameters; any other object there came from the caller.
+        self._own_grads: list[Tensor | None] = [None] * len(self.params)
         self._pending: PendingReduction | None = None
         self._forward_calls = 0
         self._inputs_done = False
@@ -92,6 +94,16 @@ class Unit:
     @property
     def weight_state(self) -> WeightState:
         return self._weights.state
+
+    @property
+    def gather_bytes(self) -> int:
+        """Payload of one gather of this unit, in bytes."""
+        return self._storage_bytes
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Payload of one gradient reduction of this unit (the shard stage), in bytes."""
+        return self.layout.numel * self.reduce_dtype.itemsize
 
     @property
     def unsharded(self) -> list[nn.Parameter]:
@@ -182,9 +194,9 @@ class Unit:
         """Autograd has accumulated into unsharded parameter ``i``."""
         if self._grads.state is GradState.REDUCING:
             raise DMuonError(
-                f"{self.params[i].name} received a gradient after the gradients of unit {self.name!r} were sent to their "
-                "owners: the module's weights were used outside of its forward. Choose a hook boundary that contains every "
-                "use (hook_boundary_resolver)."
+                f"{self.params[i].name} received a gradient after the gradients of unit {self.name!r} were sent to "
+                "their owners: the module's weights were used outside of its forward. Choose a hook boundary that "
+                "contains every use (hook_boundary_resolver)."
             )
         if self._grads.state is GradState.IDLE:
             self._grads.to(GradState.COLLECTING)
@@ -208,7 +220,7 @@ class Unit:
 
     @property
     def has_unsynchronised_grads(self) -> bool:
-        """Whether passes under ``no_sync`` wait for one that reduces; the same on every rank that ran the same passes."""
+        """Whether passes under ``no_sync`` wait for one that reduces; the same on every rank."""
         return self._unsynchronised > 0 and any(param.param.grad is not None for param in self.params)
 
     def launch_reduction(self) -> None:
@@ -232,11 +244,10 @@ class Unit:
         bucket = self._pending.finish()
         self._pending = None
         own = iter(self.reduction.own_views(bucket))
-        for param in self.params:
+        for i, param in enumerate(self.params):
+            grad = next(own) if param.is_owner else None
             if param.param.requires_grad:
-                _add_grad(param, next(own) if param.is_owner else None)
-            elif param.is_owner:
-                next(own)
+                self._add_grad(i, grad)
         self._grads.to(GradState.IDLE)
 
     def end_without_sync(self) -> None:
@@ -244,11 +255,28 @@ class Unit:
         self._fold()
         self._show_owned()
         self._unsynchronised += 1
-        for param in self.params:
+        for i, param in enumerate(self.params):
             if param.param.requires_grad and param.param.grad is None:
-                _add_grad(param, None)
+                self._add_grad(i, None)
         if self._grads.state is not GradState.IDLE:
             self._grads.to(GradState.IDLE)
+
+    def _add_grad(self, i: int, grad: Tensor | None) -> None:
+        """Add the owner's gradient (``None`` off the owner, or for a zero gradient) to the owned parameter's ``.grad``."""
+        owned = self.params[i].param
+        assert isinstance(owned, OwnedTensor)
+        if owned.grad is None:
+            local = torch.zeros_like(owned._local_tensor) if grad is None else grad.to(owned.dtype)
+            owned.grad = OwnedTensor.from_local(local, owned.device_mesh, owner=owned.owner, shape=owned.shape)
+            self._own_grads[i] = owned.grad
+        elif grad is not None:
+            assert isinstance(owned.grad, OwnedTensor)
+            owned.grad._local_tensor.add_(grad)
+
+    def has_grad(self, i: int) -> bool:
+        """Whether this rank saw a gradient of matrix ``i`` since gradients were zeroed, or the caller set one."""
+        grad = self.params[i].param.grad
+        return grad is not None and (self.saw_grad[i] or grad is not self._own_grads[i])
 
     def end_pass(self) -> None:
         """Reset what one backward pass has counted and free the whole weights."""
@@ -291,17 +319,3 @@ class Unit:
         if self._grads.state is not GradState.IDLE:
             self._grads.to(GradState.IDLE)
             self._show_owned()
-
-
-def _add_grad(param: DedicatedParam, grad: Tensor | None) -> None:
-    """Add the owner's gradient (``None`` off the owner, or for a zero gradient) to ``param.param.grad``."""
-    owned = param.param
-    assert isinstance(owned, OwnedTensor)
-    if owned.grad is None:
-        local = torch.zeros_like(owned._local_tensor) if grad is None else grad.to(owned.dtype)
-        owned.grad = OwnedTensor.from_local(
-            local, owned.device_mesh, owner=owned.owner, shape=owned.shape
-        )
-    elif grad is not None:
-        assert isinstance(owned.grad, OwnedTensor)
-        owned.grad._local_tensor.add_(grad)

@@ -1,0 +1,201 @@
+"""Time a training step against FSDP2 with AdamW.
+
+    python benchmarks/step.py --ranks 4
+
+All contenders live in the same processes, one compute thread each, and take turns step by step, so they meet the same
+machine. The ranks share the cores of one machine and talk over gloo, so unlike on a cluster the owners' Newton-Schulz
+cannot hide behind one another: its own time is measured apart and taken off.
+
+How the figures are made (ms; medians over the rounds; ratios are formed within each round, then their median taken):
+
+  total      from the first rank's start of forward to the last rank's end of optimizer.step() and zero_grad(), with the
+             HSDP publish finished
+  fwd+bwd    the part of it until the last rank has left backward(); optimizer is the rest
+  NS         right after each step all ranks together repeat that step's batched Newton-Schulz calls on the same input:
+             from the first rank's start to the last rank's end
+  NS inside  time inside these calls during the step itself, mean / largest of the ranks
+  CPU        processor time of all threads of all ranks during the step, of which NS: depends little on other load
+  ratios     of the total, without NS or without the largest NS inside, to the total of AdamW: under FSDP2's default
+             (adamw-z3), or with the same sharding; of CPU without NS to the CPU of AdamW with the same sharding
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from contenders import MODES, Contender, batch_of, build, choose_modes
+from launch import run_ranks
+from report import machine, print_header, print_table, write_json
+
+DEFAULT = "adamw-z3"
+GOAL = 1.10
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step of one contender on one rank. Moments in seconds on the machine's monotonic clock, CPU in seconds."""
+
+    start: float
+    backward_end: float
+    end: float
+    cpu: float
+    ns_inside: float
+    ns_start: float
+    ns_end: float
+    ns_cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of one contender, all ranks together, in milliseconds."""
+
+    total: float
+    forward_backward: float
+    optimizer: float
+    cpu: float
+    ns: float
+    ns_cpu: float
+    ns_inside_mean: float
+    ns_inside_max: float
+
+
+def measure(rank: int, world: int, modes: list[str], steps: int, warmup: int) -> list[dict[str, Sample]]:
+    """On each rank: one sample of every mode for each of ``steps`` rounds."""
+    contenders = [build(name, world, clock=time.perf_counter) for name in modes]
+    rounds: list[dict[str, Sample]] = []
+    for i in range(warmup + steps):
+        ids = batch_of(rank, i)
+        shift = i % len(contenders)
+        samples = {c.name: _sample(c, ids) for c in contenders[shift:] + contenders[:shift]}
+        gc.collect()
+        if i >= warmup:
+            rounds.append(samples)
+        if rank == 0 and sys.stderr.isatty():
+            print(f"\rround {i + 1} of {warmup + steps}", end="", file=sys.stderr, flush=True)
+    if rank == 0 and sys.stderr.isatty():
+        print(file=sys.stderr)
+    return rounds
+
+
+def _sample(contender: Contender, ids: Any) -> Sample:
+    probe = contender.probe
+    if probe is not None:
+        probe.reset()
+    gc.disable()
+    dist.barrier()
+    cpu, start = time.process_time(), time.perf_counter()
+    contender.loss(ids).backward()
+    backward_end = time.perf_counter()
+    contender.update()
+    end, cpu = time.perf_counter(), time.process_time() - cpu
+    ns_inside = 0.0 if probe is None else probe.seconds
+    ns_start = ns_end = ns_cpu = 0.0
+    dist.barrier()
+    if probe is not None:
+        ns_cpu, ns_start = time.process_time(), time.perf_counter()
+        probe.replay()
+        ns_end, ns_cpu = time.perf_counter(), time.process_time() - ns_cpu
+        probe.reset()
+        dist.barrier()
+    gc.enable()
+    return Sample(start, backward_end, end, cpu, ns_inside, ns_start, ns_end, ns_cpu)
+
+
+def combine(ranks: list[Sample]) -> Round:
+    """What the ranks saw of one step, as one."""
+    start = min(sample.start for sample in ranks)
+    backward = max(sample.backward_end for sample in ranks) - start
+    total = max(sample.end for sample in ranks) - start
+    inside = [1e3 * sample.ns_inside for sample in ranks]
+    return Round(
+        total=1e3 * total,
+        forward_backward=1e3 * backward,
+        optimizer=1e3 * (total - backward),
+        cpu=1e3 * sum(sample.cpu for sample in ranks),
+        ns=1e3 * (max(sample.ns_end for sample in ranks) - min(sample.ns_start for sample in ranks)),
+        ns_cpu=1e3 * sum(sample.ns_cpu for sample in ranks),
+        ns_inside_mean=statistics.fmean(inside),
+        ns_inside_max=max(inside),
+    )
+
+
+def summarise(rounds: dict[str, list[Round]]) -> dict[str, dict[str, float]]:
+    """Per mode the medians, and the ratios to the AdamW modes that ran."""
+    summary: dict[str, dict[str, float]] = {}
+    for name, mine in rounds.items():
+        figures = {key: statistics.median(asdict(r)[key] for r in mine) for key in asdict(mine[0])}
+        default, same = rounds.get(DEFAULT), rounds.get(MODES[name].rival)
+        if default is not None:
+            figures["with_ns"] = _ratio(mine, default, _total, _total)
+            figures["without_ns"] = _ratio(mine, default, lambda r: r.total - r.ns, _total)
+            figures["without_ns_inside"] = _ratio(mine, default, lambda r: r.total - r.ns_inside_max, _total)
+        if same is not None:
+            figures["without_ns_same"] = _ratio(mine, same, lambda r: r.total - r.ns, _total)
+            figures["cpu_without_ns_same"] = _ratio(mine, same, lambda r: r.cpu - r.ns_cpu, lambda r: r.cpu)
+        summary[name] = figures
+    return summary
+
+
+def _total(measured: Round) -> float:
+    return measured.total
+
+
+def _ratio(
+    mine: list[Round], theirs: list[Round], part: Callable[[Round], float], whole: Callable[[Round], float]
+) -> float:
+    return statistics.median(part(a) / whole(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _print(summary: dict[str, dict[str, float]], world: int) -> None:
+    times = [
+        [
+            name,
+            *(f"{s[key]:.0f}" for key in ("total", "forward_backward", "optimizer", "ns")),
+            f"{s['ns_inside_mean']:.0f} / {s['ns_inside_max']:.0f}",
+            f"{s['cpu']:.0f}",
+            f"{s['ns_cpu']:.0f}",
+        ]
+        for name, s in summary.items()
+    ]
+    columns = ["mode", "total", "fwd+bwd", "optimizer", "NS", "NS inside", "CPU", "of it NS"]
+    print_table(f"A training step on {world} gloo ranks, ms", columns, times)
+    keys = ("with_ns", "without_ns", "without_ns_inside", "without_ns_same", "cpu_without_ns_same")
+    ratios = [
+        [name, *(f"{s[key]:.2f}" if key in s else "-" for key in keys)]
+        for name, s in summary.items()
+        if MODES[name].optimizer == "dmuon"
+    ]
+    columns = ["mode", f"total / {DEFAULT}", "without NS", "without NS inside", "same sharding", "CPU, same sharding"]
+    print_table(f"Ratios; goal: without NS at most {GOAL:.2f}", columns, ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="default: all that can run here")
+    parser.add_argument("--json", metavar="PATH", help="write everything, every round included")
+    options = parser.parse_args()
+    where = machine()
+    print_header(where)
+    modes = choose_modes(options.modes, options.ranks)
+    ranks = run_ranks(measure, options.ranks, modes, options.steps, options.warmup)
+    rounds = {name: [combine([rank[i][name] for rank in ranks]) for i in range(options.steps)] for name in modes}
+    summary = summarise(rounds)
+    print((__doc__ or "").split("\n\n", 3)[3])
+    _print(summary, options.ranks)
+    result = {"machine": where, "ranks": options.ranks, "summary": summary}
+    write_json(options.json, {**result, "rounds": {name: [asdict(r) for r in rounds[name]] for name in modes}})
+
+
+if __name__ == "__main__":
+    main()

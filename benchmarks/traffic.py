@@ -1,0 +1,159 @@
+"""Count the bytes that a training step puts on the wire, next to the formulas.
+
+    python benchmarks/traffic.py --ranks 4
+
+Bytes are counted where a collective is handed to its process group and converted with the ring model: (n-1)/n of the
+payload for broadcast, reduce, all-gather and reduce-scatter on n ranks, twice that for all-reduce; for an all-to-all
+what a rank really sends to others. All figures are the mean over ranks of what one rank sends in one step.
+
+With P bytes of Muon matrices on N ranks:
+
+  z2    2 (N-1)/N P    weights gathered once, gradients reduced once
+  z3    3 (N-1)/N P    weights gathered for forward and for backward
+  hsdp  on R replicas of G ranks: 3 (G-1)/G P inside a replica, and between replicas, on the 1/G of each rank's column,
+        (R-1)/R P/G to reduce and (R-1)/R P/G to publish the updated weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from contenders import MODES, Contender, Mode, batch_of, build, choose_modes
+from launch import ROOT, run_ranks
+from report import machine, print_header, print_table, write_json
+
+from dmuon_hf.core.runtime import runtime_of
+
+# What the kinds of collectives do, by the group they run on (the descriptions of this package's process groups).
+_ROLES = {
+    ("dmuon_shard", "broadcast"): "gather",
+    ("dmuon_shard", "all_to_all"): "reduce",
+    ("dmuon_replicate", "all_to_all"): "reduce replicas",
+    ("dmuon_replicate", "broadcast"): "publish",
+    ("dmuon_control", "all_reduce"): "agreement",
+}
+_COLUMNS = ("gather", "reduce", "reduce replicas", "publish", "agreement", "FSDP2")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in one step, and the collectives it takes part in, by role."""
+
+    sent: dict[str, float]
+    calls: dict[str, int]
+    sent_in_step: dict[str, float]
+    matrix_bytes: int
+
+
+def count(rank: int, world: int, modes: list[str]) -> dict[str, Traffic]:
+    """On each rank: the traffic of the second step of every mode; the first one sets things up."""
+    result = {}
+    for name in modes:
+        contender = build(name, world, clock=time.perf_counter)
+        _train(contender, batch_of(rank, 0))
+        result[name] = _count_step(contender, batch_of(rank, 1))
+    return result
+
+
+def _train(contender: Contender, ids: Any) -> None:
+    contender.loss(ids).backward()
+    contender.update()
+
+
+def _count_step(contender: Contender, ids: Any) -> Traffic:
+    sys.path.insert(0, str(ROOT))
+    from tests.harness.comm import CollectiveCounter
+
+    sent, in_step = dict.fromkeys(_COLUMNS, 0.0), dict.fromkeys(_COLUMNS, 0.0)
+    calls = dict.fromkeys(_COLUMNS, 0)
+    with CollectiveCounter() as counter:
+        contender.loss(ids).backward()
+        with counter.phase("step"):
+            contender.update()
+    for record in counter.select():
+        if record.tag.startswith("dmuon_"):
+            role = _ROLES[record.tag, record.kind]
+        else:
+            role = "FSDP2"
+        sent[role] += record.ring_bytes
+        calls[role] += 1
+        if record.phase == "step":
+            in_step[role] += record.ring_bytes
+    runtime = runtime_of(contender.model)
+    matrices = () if runtime is None else runtime.dedicated.values()
+    return Traffic(sent, calls, in_step, sum(matrix.numel * matrix.param.element_size() for matrix in matrices))
+
+
+def formula(mode: Mode, world: int, matrix_bytes: int) -> float:
+    """Bytes of Muon weights and gradients that a rank sends per step; see the module."""
+    replicas = 2 if mode.hsdp else 1
+    inside = world // replicas
+    transfers = 3 if mode.reshard else 2
+    within = transfers * (inside - 1) / inside * matrix_bytes
+    return within + 2 * (replicas - 1) / replicas * matrix_bytes / inside
+
+
+def _mean(ranks: list[Traffic], field: str, role: str) -> float:
+    return statistics.fmean(getattr(traffic, field)[role] for traffic in ranks)
+
+
+def _row(name: str, ranks: list[Traffic], world: int) -> tuple[list[str], dict[str, Any]]:
+    sent = {role: _mean(ranks, "sent", role) for role in _COLUMNS}
+    in_step = {role: _mean(ranks, "sent_in_step", role) for role in _COLUMNS}
+    muon = sum(sent[role] for role in ("gather", "reduce", "reduce replicas", "publish"))
+    dedicated = ranks[0].matrix_bytes
+    expected = formula(MODES[name], world, dedicated) if dedicated else 0.0
+    row = [
+        name,
+        *(f"{sent[role] / 2**20:.2f}" for role in _COLUMNS if role != "agreement"),
+        f"{muon / 2**20:.2f}" if dedicated else "-",
+        f"{expected / 2**20:.2f}" if dedicated else "-",
+        f"{muon / expected:.3f}" if dedicated else "-",
+        f"{sum(in_step.values()) / 2**20:.4f}",
+        f"{sum(ranks[0].calls.values())}",
+    ]
+    figures = {
+        "sent": sent,
+        "sent_in_step": in_step,
+        "calls": ranks[0].calls,
+        "muon": muon,
+        "formula": expected,
+        "matrix_bytes": dedicated,
+    }
+    return row, figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="default: all that can run here")
+    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    options = parser.parse_args()
+    where = machine()
+    print_header(where)
+    modes = [name for name in choose_modes(options.modes, options.ranks) if options.modes or "bf16" not in name]
+    ranks = run_ranks(count, options.ranks, modes)
+    rows, figures = [], {}
+    for name in modes:
+        row, figures[name] = _row(name, [rank[name] for rank in ranks], options.ranks)
+        rows.append(row)
+    columns = [
+        "mode",
+        *(role for role in _COLUMNS if role != "agreement"),
+        "Muon",
+        "formula",
+        "of it",
+        "in step()",
+        "calls",
+    ]
+    print_table(f"MiB sent by a rank in one step, mean of {options.ranks} ranks", columns, rows)
+    write_json(options.json, {"machine": where, "ranks": options.ranks, "modes": figures})
+
+
+if __name__ == "__main__":
+    main()

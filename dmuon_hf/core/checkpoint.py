@@ -1,0 +1,368 @@
+"""Whole state dicts of a dedicated model and its optimizer: the format of a single process, on any topology.
+
+For checkpoints that are written in parallel and never gathered use ``torch.distributed.checkpoint`` with torch's own
+``get_model_state_dict`` and ``get_optimizer_state_dict``; owned tensors support both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dmuon_hf.core.checkpoint_source import Source, check_together
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.lockstep import MEETING_TIMEOUT, meet
+from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.runtime import Runtime, runtime_of
+
+__all__ = ["get_model_state_dict", "get_optimizer_state_dict", "set_model_state_dict", "set_optimizer_state_dict"]
+
+SECTIONS = ("fsdp", "dedicated", "dedicated_adamw")
+
+StateKey: TypeAlias = tuple[str, str, str]
+"""Section, canonical name and state name, such as ``("dedicated", "layers.0.q_proj.weight", "momentum_buffer")``."""
+
+
+@torch.no_grad()
+def get_model_state_dict(
+    model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True, timeout: timedelta = MEETING_TIMEOUT
+) -> dict[str, Any]:
+    """The state dict that the model would have in one process: whole plain tensors, buffers and tied names included.
+
+    A collective: every rank calls it. One tensor at a time is gathered, so ranks that keep nothing need little memory.
+
+    Args:
+        model: with dedicated and FSDP2 parameters, or without either.
+        cpu_offload: give tensors on the CPU.
+        rank0_only: give the result on rank 0 and an empty dict on the others.
+        timeout: how long to wait for ranks that have not called this.
+
+    Returns:
+        Canonical name to tensor, none of which aliases the model. Tied names share one tensor.
+
+    Raises:
+        LockstepError: a rank did not call this in time.
+    """
+    runtime = _begin(model, "get_model_state_dict", timeout)
+    keep = not rank0_only or _is_first(runtime)
+    result: dict[str, Any] = {}
+    gathered: dict[int, Tensor | None] = {}
+    for name, value in _model_state(model, runtime).items():
+        if not isinstance(value, Tensor):
+            whole = copy.deepcopy(value)
+        elif id(value) in gathered:
+            whole = gathered[id(value)]
+        else:
+            whole = _whole(value, cpu_offload)
+            gathered[id(value)] = whole if keep else None
+        if keep:
+            result[name] = whole
+    return result
+
+
+@torch.no_grad()
+def set_model_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, timeout: timedelta = MEETING_TIMEOUT
+) -> None:
+    """Load a state dict of whole tensors, as `get_model_state_dict` or a single process makes it.
+
+    A collective: every rank calls it, either all with the state dict, or rank 0 with it and others with an empty one,
+    which then receive the values. Everything is checked on all ranks before anything is written.
+
+    Args:
+        model: with dedicated and FSDP2 parameters, or without either.
+        state_dict: names to whole tensors; of tied names one is enough.
+        timeout: how long to wait for ranks that have not called this.
+
+    Raises:
+        ConfigurationError: on every rank, if on any a name is missing or unexpected or a shape differs; nothing
+            changed.
+        LockstepError: a rank did not call this in time.
+    """
+    runtime = _begin(model, "set_model_state_dict", timeout)
+    group = _group(runtime)
+    targets = _model_state(model, runtime)
+    entries = {canonical_name(name, model): value for name, value in state_dict.items()}
+    source = Source.open(entries, filled=bool(entries), group=group, extra=None)
+    check_together(lambda: source.problems(targets, _tied(targets)), "model state dict", group)
+    written: set[int] = set()
+    for name, target in targets.items():
+        if name not in source or id(target) in written:
+            continue
+        if isinstance(target, Tensor):
+            written.add(id(target))
+            _load(target, source.tensor(name, _device(model)))
+        else:
+            _extra_state_holder(model, name).set_extra_state(copy.deepcopy(source.value(name)))
+
+
+@torch.no_grad()
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    cpu_offload: bool = True,
+    rank0_only: bool = True,
+    timeout: timedelta = MEETING_TIMEOUT,
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name, as whole plain tensors. A collective: every rank calls it.
+
+    Args:
+        model: the model that the optimizer trains.
+        optimizer: a `Muon`, or a wrapper with its ``param_groups`` and ``state``.
+        cpu_offload: give tensors on the CPU.
+        rank0_only: give the result on rank 0 and empty sections on the others.
+        timeout: how long to wait for ranks that have not called this.
+
+    Returns:
+        A dict of four sections. ``"dedicated"``: name to ``{"momentum_buffer"}`` of the muon route. ``"fsdp"``: name to
+        ``{"step", "exp_avg", "exp_avg_sq"}`` of AdamW parameters. ``"dedicated_adamw"``: the same for dedicated
+        parameters on the adamw route. ``"param_groups"``: per group its hyperparameters and, in ``"params"``, names.
+
+    Raises:
+        ConfigurationError: the optimizer has no routes, or holds a parameter that the model has not.
+        LockstepError: a rank did not call this in time.
+    """
+    runtime = _begin(model, "get_optimizer_state_dict", timeout)
+    keep = not rank0_only or _is_first(runtime)
+    result: dict[str, Any] = {section: {} for section in SECTIONS}
+    for (section, name, key), value in _values(_optimizer_state(model, optimizer, runtime)).items():
+        whole = _whole(value, cpu_offload) if isinstance(value, Tensor) else copy.deepcopy(value)
+        if keep:
+            result[section].setdefault(name, {})[key] = whole
+    result["param_groups"] = _described_groups(model, optimizer) if keep else []
+    return result
+
+
+@torch.no_grad()
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    timeout: timedelta = MEETING_TIMEOUT,
+) -> None:
+    """Load what `get_optimizer_state_dict` gave, on any number of ranks: the state in place, and all hyperparameters.
+
+    A collective: every rank calls it, either all with the state dict, or rank 0 with it and others with an empty one,
+    which then receive the values. Everything is checked on all ranks before anything is written.
+
+    Args:
+        model: the model that the optimizer trains.
+        optimizer: a `Muon` with the groups that the state was saved with.
+        state_dict: in the form of `get_optimizer_state_dict`.
+        timeout: how long to wait for ranks that have not called this.
+
+    Raises:
+        ConfigurationError: on every rank, if on any a parameter has no state, another route or another shape, or the
+            groups differ; nothing changed.
+        LockstepError: a rank did not call this in time.
+    """
+    runtime = _begin(model, "set_optimizer_state_dict", timeout)
+    group = _group(runtime)
+    holders = _optimizer_state(model, optimizer, runtime)
+    targets = _values(holders)
+    filled = any(state_dict.get(key) for key in (*SECTIONS, "param_groups"))
+    source = Source.open(_flattened(state_dict), filled=filled, group=group, extra=state_dict.get("param_groups", []))
+
+    def problems() -> Iterator[str]:
+        yield from _route_problems(targets, source)
+        yield from source.problems(targets)
+        yield from _group_problems(_described_groups(model, optimizer), source.extra)
+
+    check_together(problems, "optimizer state dict", group)
+    for key, holder in holders.items():
+        if isinstance(targets[key], Tensor):
+            _load(targets[key], source.tensor(key, _device(model)))
+        else:
+            holder[key[2]] = copy.deepcopy(source.value(key))
+    for param_group, saved in zip(optimizer.param_groups, source.extra, strict=True):
+        _load_hyperparameters(param_group, saved)
+
+
+# Ranks and devices
+
+
+def _begin(model: nn.Module, what: str, timeout: timedelta) -> Runtime | None:
+    """Meet the other ranks and drain what is in flight."""
+    runtime = runtime_of(model)
+    meet(what, _group(runtime), timeout=timeout)
+    if runtime is not None:
+        runtime.finish_publish()
+    return runtime
+
+
+def _group(runtime: Runtime | None) -> dist.ProcessGroup | None:
+    """The ranks that hold the model; None is the default group, or no group at all."""
+    return None if runtime is None else runtime.topology.flat_group
+
+
+def _is_first(runtime: Runtime | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(_group(runtime)) == 0
+
+
+def _device(model: nn.Module) -> torch.device:
+    """A device that the model's process groups can send from."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+# Whole tensors and local ones
+
+
+def _whole(value: Tensor, cpu_offload: bool) -> Tensor:
+    """The plain whole of any tensor, aliasing nothing. A collective if it is distributed."""
+    whole = value.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+        if isinstance(whole, AsyncCollectiveTensor):
+            whole = whole.wait()
+    if cpu_offload and whole.device.type != "cpu":
+        return whole.cpu()
+    return whole if isinstance(value, OwnedTensor) else whole.clone()
+
+
+def _load(target: Tensor, whole: Tensor) -> None:
+    """Write the whole into a tensor of any layout, which every rank knows in full: no communication."""
+    if isinstance(target, DTensor) and not isinstance(target, OwnedTensor):
+        local = whole.to(device=target.device, dtype=target.dtype)
+        target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))
+    else:
+        target.copy_(whole)
+
+
+# The model's side
+
+
+def _model_state(model: nn.Module, runtime: Runtime | None) -> dict[str, Any]:
+    """Canonical name to live value, in the order of ``model.state_dict()``; tied names give the same object."""
+    state = {canonical_name(name, model): value for name, value in model.state_dict(keep_vars=True).items()}
+    for param in runtime.dedicated.values() if runtime is not None else ():
+        # Between forward and backward the module may hold the gathered weight instead.
+        state.update({name: param.param for name in (param.name, *param.aliases) if name in state})
+    return state
+
+
+def _tied(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def _extra_state_holder(model: nn.Module, name: str) -> nn.Module:
+    suffix = "_extra_state"
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for path, module in modules.items():
+        if canonical_name(f"{path}.{suffix}" if path else suffix, model) == name:
+            return module
+    raise ConfigurationError(f"{name} of the state dict belongs to no module")
+
+
+# The optimizer's side
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(param): canonical_name(name, model) for name, param in model.named_parameters()}
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime | None
+) -> dict[StateKey, dict[str, Any]]:
+    """Every entry of the optimizer's state, with the live per-parameter dict that holds it."""
+    names = _names(model)
+    dedicated = runtime.dedicated if runtime is not None else {}
+    holders: dict[StateKey, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        if "route" not in group:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has no routes: these functions are for Muon. For other optimizers use "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+            )
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is None:
+                raise ConfigurationError(
+                    f"group {group.get('group_name')!r} holds a parameter of shape {tuple(param.shape)} that the model "
+                    "does not: build the optimizer after dedicate_params() and fully_shard()"
+                )
+            section = "dedicated" if group["route"] == "muon" else "dedicated_adamw" if name in dedicated else "fsdp"
+            holder = optimizer.state[param]
+            holders.update({(section, name, key): holder for key in holder})
+    return holders
+
+
+def _values(holders: Mapping[StateKey, Mapping[str, Any]]) -> dict[StateKey, Any]:
+    return {key: holder[key[2]] for key, holder in holders.items()}
+
+
+def _flattened(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """By `StateKey`; what does not have the form keeps a key that fits nothing, and is reported as unexpected."""
+    flat: dict[Any, Any] = {}
+    for section, entries in state_dict.items():
+        if section == "param_groups":
+            continue
+        if not isinstance(entries, Mapping):
+            flat[(section,)] = entries
+            continue
+        for name, entry in entries.items():
+            if isinstance(entry, Mapping):
+                flat.update({(section, name, key): value for key, value in entry.items()})
+            else:
+                flat[(section, name)] = entry
+    return flat
+
+
+def _route_problems(targets: Mapping[StateKey, Any], source: Source) -> Iterator[str]:
+    here = {name: section for section, name, _ in targets}
+    there = {key[1]: key[0] for key in source if len(key) == 3}
+    for name, section in here.items():
+        if name in there and there[name] != section:
+            yield f"{name} is in section {there[name]!r} of the state dict, but this optimizer has it in {section!r}"
+
+
+def _described_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups with names in place of parameters, sharing nothing with the optimizer."""
+    names = _names(model)
+    return [
+        {
+            key: [names[id(param)] for param in value]
+            if key == "params"
+            else value.detach().cpu().clone()
+            if isinstance(value, Tensor)
+            else copy.deepcopy(value)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _group_problems(groups: Sequence[Mapping[str, Any]], saved: Any) -> Iterator[str]:
+    described = [group.get("group_name") for group in groups]
+    if not isinstance(saved, (list, tuple)) or not all(isinstance(group, Mapping) for group in saved):
+        yield "param_groups is not a list of dicts"
+    elif [group.get("group_name") for group in saved] != described:
+        yield f"param_groups are {[group.get('group_name') for group in saved]}, but {described} here"
+    else:
+        for group, other in zip(groups, saved, strict=True):
+            if difference := set(group["params"]) ^ set(other.get("params", ())):
+                yield f"group {group.get('group_name')!r} differs in {sorted(map(str, difference))}"
+
+
+def _load_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for option, value in saved.items():
+        if option == "params":
+            continue
+        if isinstance(group.get(option), Tensor):
+            group[option].copy_(torch.as_tensor(value))
+        else:
+            group[option] = value.item() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,0 +1,151 @@
+"""Where a load takes its whole tensors from, and the check that all ranks agree to load them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon_hf.core.errors import ConfigurationError
+
+__all__ = ["Source", "check_together"]
+
+SHOWN_PROBLEMS = 8
+"""Problems that an error message lists before it counts the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A tensor that rank 0 has and will send."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Source:
+    """A flat state dict of whole tensors that every rank has, or that rank 0 has and sends to the others.
+
+    Which of the two is agreed on by all ranks when it is opened, from who passed anything. ``extra`` travels along.
+    """
+
+    def __init__(self, entries: dict[Any, Any], extra: Any, sent: bool, group: dist.ProcessGroup | None) -> None:
+        self._entries = entries
+        self._sent = sent
+        self._group = group
+        self.extra = extra
+
+    @classmethod
+    def open(cls, entries: dict[Any, Any], *, filled: bool, group: dist.ProcessGroup | None, extra: Any) -> Source:
+        """Agree on where values come from. A collective over ``group``; in one process they are this rank's.
+
+        Args:
+            entries: what this rank was given.
+            filled: whether that is a state dict at all, and not the empty stand-in of a rank that did not read it.
+            group: all ranks that load; None is the default group.
+            extra: whatever belongs to the state dict beside its entries.
+
+        Raises:
+            ConfigurationError: on every rank, if some ranks have nothing and rank 0 is one of them.
+        """
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return cls(entries, extra, False, group)
+        flags: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(flags, filled, group=group)
+        if all(flags) or not any(flags):
+            return cls(entries, extra, False, group)
+        if not flags[0]:
+            empty = [rank for rank, flag in enumerate(flags) if not flag]
+            raise ConfigurationError(
+                f"ranks {empty} passed an empty state dict, rank 0 among them: pass it on every rank or on rank 0"
+            )
+        parcel: list[Any] = [None]
+        if dist.get_rank(group) == 0:
+            parcel = [({key: _outlined(value) for key, value in entries.items()}, extra)]
+        dist.broadcast_object_list(parcel, group=group, group_src=0)
+        outlines, extra = parcel[0]
+        return cls(entries if dist.get_rank(group) == 0 else outlines, extra, True, group)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._entries)
+
+    def value(self, key: Hashable) -> Any:
+        """A value that is no tensor."""
+        return self._entries[key]
+
+    def tensor(self, key: Hashable, device: torch.device) -> Tensor:
+        """A whole plain tensor; a collective if rank 0 sends, and on ``device`` then."""
+        value = self._entries[key]
+        if not self._sent:
+            return torch.as_tensor(value)
+        if isinstance(value, _Outline):
+            received = torch.empty(value.shape, dtype=value.dtype, device=device)
+        else:
+            received = torch.as_tensor(value).detach().to(device).contiguous()
+        wire = received.view(torch.uint8) if received.element_size() == 1 else received
+        dist.broadcast(wire, group=self._group, group_src=0)
+        return received
+
+    def problems(self, targets: Mapping[Any, Any], tied: Iterable[tuple[Any, ...]] = ()) -> Iterator[str]:
+        """What keeps this from being loaded into ``targets``, in words; of ``tied`` keys one is enough."""
+        siblings = {key: group for group in tied for key in group}
+        for key in self._entries:
+            if key not in targets:
+                yield f"{_shown(key)} is unexpected"
+        for key, target in targets.items():
+            if key in self._entries:
+                yield from _misfit(_shown(key), target, self._entries[key])
+            elif not any(other in self._entries for other in siblings.get(key, ())):
+                yield f"{_shown(key)} is missing"
+        for group in tied:
+            present = [key for key in group if isinstance(self._entries.get(key), Tensor)]
+            for other in present[1:]:
+                if not _same(self._entries[present[0]], self._entries[other]):
+                    yield f"{_shown(present[0])} and {_shown(other)} are one tied parameter but have different values"
+
+
+def check_together(problems: Callable[[], Iterable[str]], what: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank of ``group`` if any has a problem, so that all load or none does. A collective."""
+    mine = list(problems())
+    found: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, [*mine[:SHOWN_PROBLEMS], *[""] * (len(mine) - SHOWN_PROBLEMS)], group=group)
+    for rank, listed in enumerate(found):
+        if listed:
+            more = f"; and {len(listed) - SHOWN_PROBLEMS} more" if len(listed) > SHOWN_PROBLEMS else ""
+            raise ConfigurationError(
+                f"the {what} does not fit (rank {rank}), nothing was loaded: {'; '.join(listed[:SHOWN_PROBLEMS])}{more}"
+            )
+
+
+def _outlined(value: Any) -> Any:
+    return _Outline(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim > 0 else value
+
+
+def _shown(key: Any) -> str:
+    return key if isinstance(key, str) else "/".join(map(str, key))
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left is right or (left.shape == right.shape and torch.equal(left, right))
+
+
+def _misfit(name: str, target: Any, value: Any) -> Iterator[str]:
+    if not isinstance(target, Tensor):
+        return
+    if isinstance(value, DTensor):
+        yield f"{name} is distributed, but whole tensors are loaded here; torch has functions for sharded ones"
+    elif isinstance(value, (Tensor, _Outline, int, float)):
+        shape = tuple(value.shape) if isinstance(value, (Tensor, _Outline)) else ()
+        if shape != tuple(target.shape):
+            yield f"{name} has shape {shape}, but {tuple(target.shape)} here"
+    else:
+        yield f"{name} is a {type(value).__name__}, not a tensor"

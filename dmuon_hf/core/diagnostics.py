@@ -1,0 +1,100 @@
+"""Rank-local, JSON-friendly summaries of routing and communication. Nothing here communicates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .plan import canonical_name
+from .runtime import require_runtime
+from .runtime.unit import Unit
+
+__all__ = ["summarize_comm_plan", "summarize_param_groups"]
+
+
+def summarize_param_groups(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """How :class:`Muon` routed the trainable parameters over its groups.
+
+    Counts are global unless the key says ``local``. Any rank may call it.
+
+    Raises:
+        ConfigurationError: The model has no dedicated parameters.
+    """
+    runtime = require_runtime(model)
+    names = {id(param): canonical_name(name, model) for name, param in model.named_parameters()}
+    owned = {id(param.param) for param in runtime.dedicated.values() if param.is_owner}
+    groups = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        groups.append(
+            {
+                "group_name": group.get("group_name"),
+                "route": group.get("route"),
+                "lr": float(group["lr"]),
+                "weight_decay": float(group.get("weight_decay", 0.0)),
+                "params": len(params),
+                "numel": sum(param.numel() for param in params),
+                "local_owned_params": sum(id(param) in owned for param in params),
+                "dtypes": sorted({str(param.dtype) for param in params}),
+                "names": [names.get(id(param), "(not in the model)") for param in params],
+            }
+        )
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    return {
+        "dedicated_params": len(runtime.dedicated),
+        "dedicated_numel": sum(param.numel for param in runtime.dedicated.values()),
+        "logical_matrices": sum(len(entry.logical_shapes) for entry in runtime.plan.entries),
+        "local_owned_params": sum(param.is_owner for param in runtime.dedicated.values()),
+        "frozen_params": len(frozen),
+        "groups": groups,
+    }
+
+
+def summarize_comm_plan(model: nn.Module, *, max_groups: int = 64, max_params_per_group: int = 128) -> dict[str, Any]:
+    """The planned collectives: units in order, the bucket of every owner, payloads in bytes. Any rank may call it.
+
+    Args:
+        model: A model that ``dedicate_params`` was called on.
+        max_groups: Units listed at most; totals count all.
+        max_params_per_group: Parameters listed per unit at most.
+
+    Raises:
+        ConfigurationError: The model has no dedicated parameters.
+    """
+    runtime = require_runtime(model)
+    topology, plan = runtime.topology, runtime.plan
+    return {
+        "shard_size": topology.shard_size,
+        "replicate_size": topology.replicate_size,
+        "plan_digest": plan.digest(),
+        "loads": plan.loads(),
+        "imbalance": plan.imbalance(),
+        "num_groups": len(plan.units),
+        "gather_bytes": sum(unit.gather_bytes for unit in runtime.units),
+        "reduce_bytes": sum(unit.reduce_bytes for unit in runtime.units),
+        "groups": [_summarize_unit(unit, max_params_per_group) for unit in runtime.units[:max_groups]],
+        "groups_left_out": max(0, len(runtime.units) - max_groups),
+    }
+
+
+def _summarize_unit(unit: Unit, max_params: int) -> dict[str, Any]:
+    element = unit.gather_bytes // max(1, unit.layout.numel)
+    return {
+        "name": unit.name,
+        "route": "muon",
+        "reshard_after_forward": unit.reshard_after_forward,
+        "gather_bytes": unit.gather_bytes,
+        "reduce_bytes": unit.reduce_bytes,
+        "buckets": [
+            {"shard": shard, "replicate": replicate, "bytes": segment.numel * element}
+            for (shard, replicate), segment in unit.layout.slot_segments.items()
+            if segment.numel
+        ],
+        "params": [
+            {"name": param.name, "shape": list(param.shape), "owner": param.owner_rank}
+            for param in unit.params[:max_params]
+        ],
+        "params_left_out": max(0, len(unit.params) - max_params),
+    }

@@ -1,0 +1,271 @@
+"""The operators of `OwnedTensor`: most run on the local tensors, a few communicate, the rest is refused.
+
+[Note: operators on owned tensors]
+Elementwise operators need no communication: owner and others run the same one on their part, and the empty part
+    keeps dtype and shape in step. ``copy_`` from another layout, whole-tensor statistics and norms are collectives
+    over the tensor's mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dmuon_hf.core.errors import DMuonError
+from dmuon_hf.core.runtime.owned_ops import (
+    is_elementwise,
+    is_foreach,
+    is_owner_scalar,
+    is_random,
+    is_view,
+    mutated_arguments,
+)
+from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor, make_owned, owned_spec, replicated
+
+__all__ = ["dispatch"]
+
+aten = torch.ops.aten
+
+_Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
+
+
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one aten operator that has an owned tensor among its arguments, and record what it wrote.
+
+    Raises:
+        NotImplementedError: the operator is not defined on owned tensors.
+        DMuonError: its arguments do not lie alike.
+    """
+    run = _SPECIAL.get(func) or _by_kind(func)
+    if run is None:
+        raise NotImplementedError(f"{func} is not defined on an owned tensor: {_way_round(func)}")
+    result = run(func, args, kwargs)
+    for content in {id(t): t._content for t in mutated_arguments(func, args, kwargs) if _owned(t)}.values():
+        content.bump()
+    return result
+
+
+def _owned(value: object) -> TypeGuard[OwnedTensor]:
+    return isinstance(value, OwnedTensor)
+
+
+def _way_round(func: OpOverload) -> str:
+    if is_random(func):
+        return (
+            "the random state of its owner would run ahead of the other ranks': initialise before dedicate_params, or "
+            "make the values on every rank and copy_() them in"
+        )
+    return "its values lie on one rank. Gather it with tensor.full_tensor(), or work on tensor.to_local() on the owner"
+
+
+def _like(local: torch.Tensor, reference: OwnedTensor, content: Content) -> OwnedTensor:
+    spec = reference._spec
+    if local.dtype != reference.dtype:
+        spec = owned_spec(reference.device_mesh, reference.shape, local.dtype)
+    return make_owned(local, spec, reference._owner, reference._is_owner, content)
+
+
+def _by_kind(func: OpOverload) -> _Operator | None:
+    if is_elementwise(func):
+        return _elementwise
+    if is_foreach(func):
+        return _foreach
+    if is_owner_scalar(func):
+        return _owner_scalar
+    return None
+
+
+def _local_argument(func: OpOverload, value: Any, reference: OwnedTensor) -> Any:
+    """The local part of one argument beside ``reference``; refuses what does not line up with it."""
+    if isinstance(value, OwnedTensor):
+        if (
+            value._owner == reference._owner
+            and value.shape == reference.shape
+            and value.device_mesh == reference.device_mesh
+        ):
+            return value._local_tensor
+        raise DMuonError(f"{func}: owned tensors differ in owner, shape or mesh: {reference} and {value}")
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim == 0:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    raise DMuonError(
+        f"{func} mixes {reference} with a {type(value).__name__} of shape {tuple(value.shape)}: gather the owned one "
+        "with full_tensor(), or copy the other into an owned tensor with copy_()"
+    )
+
+
+def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Run on the local tensors; a result has the layout of the arguments."""
+    flat = tree_leaves((args, kwargs))
+    owned = [value for value in flat if isinstance(value, OwnedTensor)]
+    local_args, local_kwargs = tree_map(lambda value: _local_argument(func, value, owned[0]), (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return next(iter(mutated_arguments(func, args, kwargs)))
+    content = owned[0]._content if is_view(func) else Content(1 + max(tensor._content.version for tensor in owned))
+    return _like(result, owned[0], content)
+
+
+def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Run the indices that hold owned tensors on their local tensors and leave the others to torch."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and len(value) > 0]
+    count = len(lists[0])
+    owned: dict[int, OwnedTensor] = {}
+    for i, items in enumerate(zip(*lists, strict=True)):
+        owned.update((i, item) for item in items if _owned(item))
+    others = [i for i in range(count) if i not in owned]
+
+    def local(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [_local_argument(func, value[i], reference) for i, reference in owned.items()] if value else []
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value[list(owned)] if _has_one_per_index(value, count) else value
+
+    def remaining(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [value[i] for i in others] if value else []
+        return value[others] if _has_one_per_index(value, count) else value
+
+    results: dict[int, torch.Tensor] = {}
+    values = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    for (i, reference), value in zip(owned.items(), values or (), strict=False):
+        results[i] = _like(value, reference, Content(1 + reference._content.version))
+    if others:
+        values = func(*map(remaining, args), **{name: remaining(value) for name, value in kwargs.items()})
+        results.update(zip(others, values or (), strict=False))
+    return None if func._schema.is_mutable else [results[i] for i in range(count)]
+
+
+def _has_one_per_index(value: Any, count: int) -> bool:
+    """Whether a foreach argument is a 1-D tensor of scalars, as ``_foreach_addcdiv_.Tensor`` takes them."""
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == count
+
+
+def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``copy_``: the owner takes the values of a plain full tensor, or of a DTensor of any layout.
+
+    A collective when the source is distributed otherwise than the destination.
+    """
+    destination, source, *rest = args
+    if not isinstance(destination, OwnedTensor):
+        raise DMuonError(f"copy_ into a {type(destination).__name__} from an owned tensor: pass source.full_tensor()")
+    if source.ndim > 0 and source.shape != destination.shape:
+        raise DMuonError(
+            f"copy_: source of shape {tuple(source.shape)} into {destination}: every rank passes the whole tensor"
+        )
+    if isinstance(source, OwnedTensor) and (source._owner, source.device_mesh) == (
+        destination._owner,
+        destination.device_mesh,
+    ):
+        source = source._local_tensor
+    elif isinstance(source, DTensor):
+        source = source.full_tensor()
+    if destination._is_owner:
+        func(destination._local_tensor, source, *rest, **kwargs)
+    return destination
+
+
+def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``new_empty`` of the same shape, which is how checkpoint staging makes its copy."""
+    tensor, size = args
+    if tuple(size) != tuple(tensor.shape):
+        raise NotImplementedError(
+            f"new_empty({tuple(size)}) from an owned tensor of another shape: use torch.empty, or full_tensor() first"
+        )
+    return _elementwise(aten.empty_like.default, (tensor,), kwargs)
+
+
+def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    destinations, sources, *rest = args
+    for destination, source in zip(destinations, sources, strict=True):
+        if _owned(destination) or _owned(source):
+            _copy(aten.copy_.default, (destination, source, *rest), kwargs)
+        else:
+            destination.copy_(source, *rest, **kwargs)
+
+
+def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A statistic of the whole tensor: the owner computes it and broadcasts one element."""
+    tensor = args[0]
+    outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
+    if outline.ndim > 0:
+        raise NotImplementedError(
+            f"{func} along single dimensions of an owned tensor: gather it with full_tensor() first"
+        )
+    local = tensor._local_tensor
+    value = func(local, *args[1:], **kwargs) if tensor._is_owner else local.new_empty((), dtype=outline.dtype)
+    wire = value.view(torch.uint8) if value.element_size() == 1 else value
+    dist.broadcast(wire, group=tensor.device_mesh.get_group(), group_src=tensor._owner)
+    return replicated(value, tensor.device_mesh)
+
+
+def _compare(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``torch.equal`` and ``torch.allclose`` of owned tensors, decided by their owner. A collective."""
+    reference = next(tensor for tensor in args if _owned(tensor))
+    local = [_local_argument(func, value, reference) for value in args]
+    verdict = torch.zeros((), dtype=torch.uint8, device=reference._local_tensor.device)
+    if reference._is_owner:
+        verdict.fill_(func(*local, **kwargs))
+    dist.broadcast(verdict, group=reference.device_mesh.get_group(), group_src=reference._owner)
+    return bool(verdict.item())
+
+
+def _as_sharded(tensor: OwnedTensor, order: float) -> DTensor:
+    """The same values as a plain DTensor whose per-rank norms combine to the norm of the whole."""
+    local = tensor._local_tensor
+    if order < 0:
+        raise NotImplementedError(f"norm of order {order} of an owned tensor: gather it with full_tensor() first")
+    if math.isinf(order) and local.shape[0] == 0:
+        local = local.new_zeros(
+            (1, *local.shape[1:])
+        )  # the maximum over no rows is not defined; over a zero row it is 0
+    return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=False)
+
+
+def _vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Norm of the whole tensor as a partial DTensor: torch reduces all norms of a model in one collective."""
+    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    if keepdim or (dim is not None and len(dim) != tensor.ndim):
+        raise NotImplementedError("norm along single dimensions of an owned tensor: gather it with full_tensor() first")
+    return cast(DTensor, func(_as_sharded(tensor, order), order, dtype=kwargs.get("dtype")))
+
+
+def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    tensors = [_as_sharded(tensor, order) if isinstance(tensor, OwnedTensor) else tensor for tensor in args[0]]
+    return cast("list[torch.Tensor]", func(tensors, *args[1:], **kwargs))
+
+
+def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's check: unscale in place and agree over the mesh on whether any gradient is not finite."""
+    gradients, found_inf, inverse_scale = args
+    others = [tensor for tensor in gradients if not _owned(tensor)]
+    owned = [tensor for tensor in gradients if _owned(tensor)]
+    if others:
+        func(others, found_inf, inverse_scale)
+    func([tensor._local_tensor for tensor in owned], found_inf, inverse_scale)
+    for mesh in {id(mesh): mesh for mesh in (tensor.device_mesh for tensor in owned)}.values():
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group())
+
+
+_SPECIAL: dict[OpOverload, _Operator] = {
+    aten.copy_.default: _copy,
+    aten._foreach_copy_.default: _foreach_copy,
+    aten.allclose.default: _compare,
+    aten.equal.default: _compare,
+    aten.new_empty.default: _new_empty,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,143 @@
+"""torch's own checkpoint functions on dedicated models with Muon: sharded, whole, and on other numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import dmuon_hf.core.checkpoint as whole_state
+from dmuon_hf.core import Muon
+from dmuon_hf.core.runtime import OwnedTensor
+from dmuon_hf.core.runtime.state_dict_shim import install_state_dict_shim
+from tests.distributed.checkpoint_models import Layout, assert_close, build, single_run, train
+from tests.harness import run_ranks
+from tests.harness.models import tiny_llama
+
+Stage = tuple[int, Layout]
+
+
+def sharded(model: nn.Module, optimizer: Muon) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def load(model: nn.Module, optimizer: Muon, file: str) -> None:
+    state = sharded(model, optimizer)
+    dcp.load(state, checkpoint_id=file, no_dist=not dist.is_initialized())
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
+def whole(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
+    return whole_state.get_model_state_dict(model), whole_state.get_optimizer_state_dict(model, optimizer)
+
+
+def first_stage(rank: int, world: int, kind: str, layout: Layout, file: str) -> None:
+    model, optimizer = build(kind, layout, world, seed=1)
+    train(kind, model, optimizer, rank, world, range(1))
+    dcp.save(sharded(model, optimizer), checkpoint_id=file)
+
+
+def next_stage(rank: int, world: int, kind: str, layout: Layout, stage: int, source: str, target: str) -> Any:
+    model, optimizer = build(kind, layout, world, seed=7, lr=0.5)
+    load(model, optimizer, source)
+    for param, state in optimizer.state.items():
+        assert (type(param) is OwnedTensor) == (type(state.get("momentum_buffer")) is OwnedTensor)
+    train(kind, model, optimizer, rank, world, range(stage, stage + 1))
+    dcp.save(sharded(model, optimizer), checkpoint_id=target, no_dist=not dist.is_initialized())
+    return whole(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["uneven", "tied"])
+def test_dcp_training_resumes_on_4_then_2x2_then_2_then_1_then_4(kind: str, tmp_path: Path) -> None:
+    run_ranks(first_stage, 4, kind, "fsdp", str(tmp_path / "0"))
+    chain: list[Stage] = [(4, "hsdp"), (2, "fsdp"), (1, "single"), (4, "fsdp")]
+    for stage, (world, layout) in enumerate(chain, start=1):
+        arguments = (kind, layout, stage, str(tmp_path / str(stage - 1)), str(tmp_path / str(stage)))
+        if layout == "single":
+            result = next_stage(0, 1, *arguments)
+        else:
+            result = run_ranks(next_stage, world, *arguments)[0]
+        assert_close(result, whole(*single_run(kind, range(stage + 1))))
+
+
+def test_dcp_checkpoint_loads_into_a_plain_model(tmp_path: Path) -> None:
+    run_ranks(first_stage, 2, "tied", "fsdp", str(tmp_path / "0"))
+    model = tiny_llama(7, tied=True)
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "0", no_dist=True)
+    expected = single_run("tied", range(1))[0].state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-5)
+
+
+def full_round_trip(rank: int, world: int, kind: str, layout: Layout, broadcast: bool) -> Any:
+    install_state_dict_shim()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast)
+    model, optimizer = build(kind, layout, world, seed=1)
+    train(kind, model, optimizer, rank, world, range(1))
+    states = list(get_state_dict(model, optimizer, options=options))
+    if not broadcast:  # every rank reads the file
+        dist.broadcast_object_list(states, src=0)
+    model, optimizer = build(kind, layout, world, seed=7, lr=0.5)
+    loading = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, states[0], options=loading)
+    set_optimizer_state_dict(model, optimizer, states[1], options=loading)
+    train(kind, model, optimizer, rank, world, range(1, 3))
+    return whole(model, optimizer)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize(("kind", "layout", "world"), [("uneven", "fsdp", 2), ("tied", "hsdp", 4)])
+def test_whole_state_dicts_of_torch_resume_training(kind: str, layout: Layout, world: int, broadcast: bool) -> None:
+    result = run_ranks(full_round_trip, world, kind, layout, broadcast)[0]
+    assert_close(result, whole(*single_run(kind, range(3))))
+
+
+def gathered_formats(rank: int, world: int) -> None:
+    model, optimizer = build("tied", "fsdp", world, seed=1)
+    train("tied", model, optimizer, rank, world, range(1))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    theirs = get_model_state_dict(model, options=options)
+    ours = whole_state.get_model_state_dict(model)
+    assert_close(ours, theirs, atol=0.0)
+    theirs = get_optimizer_state_dict(model, optimizer, options=options)["state"] if rank == 0 else {}
+    if rank != 0:
+        get_optimizer_state_dict(model, optimizer, options=options)
+    ours = whole_state.get_optimizer_state_dict(model, optimizer)
+    assert_close(ours["dedicated"] | ours["fsdp"], theirs, atol=0.0)
+
+
+def test_whole_state_equals_what_torch_gathers() -> None:
+    run_ranks(gathered_formats, 2)
+
+
+def flattened_round_trip(rank: int, world: int, file: str) -> Any:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = build("uneven", "fsdp", world, seed=1)
+    train("uneven", model, optimizer, rank, world, range(1))
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=file)
+    other, target = build("uneven", "fsdp", world, seed=1)
+    set_model_state_dict(other, get_model_state_dict(model))
+    state = {"optim": get_optimizer_state_dict(other, target, options=options)}
+    dcp.load(state, checkpoint_id=file)
+    set_optimizer_state_dict(other, target, state["optim"], options=options)
+    return whole(other, target)
+
+
+def test_flattened_optimizer_state_dict_round_trips(tmp_path: Path) -> None:
+    result = run_ranks(flattened_round_trip, 2, str(tmp_path / "ck"))[0]
+    assert_close(result, whole(*single_run("uneven", range(1))))

@@ -1,0 +1,74 @@
+"""Bytes on the wire, counted at the collective calls, equal the formulas; nothing but the publish moves in step()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.training import Run, backward, prepare
+from tests.harness import run_ranks
+from tests.harness.comm import CollectiveCounter
+
+ALIGNED = 8
+
+
+def count_one_step(rank: int, world: int, run: Run) -> dict[str, Any]:
+    model, optimizer = prepare(run, world)
+    backward(model, run, 0, rank, world)
+    optimizer.step()
+    optimizer.zero_grad()
+    with CollectiveCounter() as counter:
+        with counter.phase("backward"):
+            backward(model, run, 1, rank, world)
+        with counter.phase("step"):
+            optimizer.step()
+    plan = optimizer.runtime.plan
+    padded = sum(-(-entry.numel // ALIGNED) * ALIGNED for entry in plan.entries)
+    return {
+        "matrix_bytes": 4 * padded,
+        "units": len(plan.units),
+        "shard": counter.ring_bytes(tag="dmuon_shard"),
+        "replicate": counter.ring_bytes(tag="dmuon_replicate"),
+        "replicate_in_step": counter.ring_bytes(tag="dmuon_replicate", phase="step"),
+        "calls": counter.calls(tag="dmuon_shard"),
+        "step": [
+            (record.kind, record.tag, record.payload)
+            for record in counter.select(phase="step")
+            if record.tag != "dmuon_replicate"
+        ],
+    }
+
+
+def mean(results: list[dict[str, Any]], key: str) -> float:
+    return sum(result[key] for result in results) / len(results)
+
+
+@pytest.mark.parametrize("model", ["uneven", "llama"])
+@pytest.mark.parametrize(("mode", "world", "passes"), [("z2", 2, 2), ("z3", 2, 3), ("z2", 4, 2), ("z3", 4, 3)])
+def test_bytes_per_step_equal_the_formula(mode: str, world: int, passes: int, model: str) -> None:
+    results = run_ranks(count_one_step, world, Run(mode, model))
+    expected = passes * (world - 1) / world * results[0]["matrix_bytes"]
+    assert mean(results, "shard") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["z3", "hsdp"])
+def test_step_moves_only_the_agreement_and_the_publish(mode: str) -> None:
+    for result in run_ranks(count_one_step, 4, Run(mode, "llama")):
+        assert [(kind, tag) for kind, tag, _ in result["step"]] == [("all_reduce", "dmuon_control")]
+        assert result["step"][0][2] < 1024
+
+
+def test_hsdp_bytes_equal_the_formula() -> None:
+    results = run_ranks(count_one_step, 4, Run("hsdp", "llama"))
+    matrix_bytes = results[0]["matrix_bytes"]
+    # Shard groups of two: gather for forward and backward, and the first stage. Columns hold half of the matrices each.
+    assert mean(results, "shard") == pytest.approx(3 / 2 * matrix_bytes)
+    assert mean(results, "replicate_in_step") == pytest.approx(matrix_bytes / 2 / 2)
+    assert mean(results, "replicate") == pytest.approx(2 * matrix_bytes / 2 / 2)
+
+
+def test_collectives_are_few_per_unit() -> None:
+    """At most one broadcast per owner and gather, and one exchange per reduction."""
+    for result in run_ranks(count_one_step, 4, Run("z3", "llama")):
+        assert result["calls"] <= result["units"] * (2 * 4 + 1)

@@ -1,0 +1,210 @@
+"""Routes and matrix layouts follow from the role of a parameter, over model families."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from dmuon_hf import ConfigurationError, routes
+from dmuon_hf.core import MatrixSpec
+from dmuon_hf.families import PRESETS
+from tests.hf.support import tiny_llama
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _qwen3_next() -> nn.Module:
+    config = tf.Qwen3NextConfig(
+        **SMALL,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    return tf.Qwen3NextForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (tf.LlamaConfig, tf.LlamaForCausalLM),
+        (tf.MistralConfig, tf.MistralForCausalLM),
+        (tf.Qwen2Config, tf.Qwen2ForCausalLM),
+        (tf.Qwen3Config, tf.Qwen3ForCausalLM),
+    ],
+)
+def test_plain_families_send_exactly_the_seven_projections_to_muon(config: type, model: type) -> None:
+    table = routes(model(config(**SMALL)))
+    muon = [name for name, route in table.items() if route.route == "muon"]
+    assert len(muon) == 2 * 7
+    assert all(name.endswith(tuple(f"{projection}.weight" for projection in PROJECTIONS)) for name in muon)
+    assert all(table[name].spec == MatrixSpec() for name in muon)
+    assert all(route.spec is None for route in table.values() if route.route != "muon")
+
+
+def test_qwen3_next_splits_query_and_gate_and_keeps_the_rest_of_gated_delta_on_adamw() -> None:
+    table = routes(_qwen3_next())
+    assert table["model.layers.1.self_attn.q_proj.weight"].spec == MatrixSpec(groups=4, sections=(16, 16))
+    assert table["model.layers.0.linear_attn.out_proj.weight"].route == "muon"
+    for name in (
+        "layers.0.linear_attn.in_proj_qkvz.weight",
+        "layers.0.linear_attn.in_proj_ba.weight",
+        "layers.0.linear_attn.conv1d.weight",
+        "layers.0.mlp.gate.weight",
+        "layers.0.mlp.shared_expert_gate.weight",
+        "layers.0.mlp.experts.gate_up_proj",
+        "layers.0.mlp.experts.down_proj",
+    ):
+        assert table["model." + name].route == "adamw", name
+
+
+def test_qwen3_next_query_rows_are_what_its_forward_calls_query() -> None:
+    attention = _qwen3_next().model.layers[1].self_attn
+    query, gate = MatrixSpec(groups=4, sections=(16, 16)).split(attention.q_proj.weight)
+    hidden = torch.randn(1, 3, 64)
+    expected_query, expected_gate = torch.chunk(attention.q_proj(hidden).view(1, 3, -1, 32), 2, dim=-1)
+    torch.testing.assert_close(hidden @ query.T, expected_query.reshape(1, 3, -1))
+    torch.testing.assert_close(hidden @ gate.T, expected_gate.reshape(1, 3, -1))
+
+
+def test_phi3_fused_projections_have_sections() -> None:
+    table = routes(tf.Phi3ForCausalLM(tf.Phi3Config(**SMALL)))
+    assert table["model.layers.0.self_attn.qkv_proj.weight"].spec == MatrixSpec(sections=(64, 32, 32))
+    assert table["model.layers.0.mlp.gate_up_proj.weight"].spec == MatrixSpec(sections=(96, 96))
+
+
+def test_gpt2_conv1d_weights_are_transposed_and_embeddings_stay_on_adamw() -> None:
+    table = routes(tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)))
+    assert table["transformer.h.0.attn.c_attn.weight"].spec == MatrixSpec(sections=(64, 64, 64), transposed=True)
+    assert table["transformer.h.0.mlp.c_fc.weight"].spec == MatrixSpec(transposed=True)
+    assert table["transformer.wte.weight"].route == table["transformer.wpe.weight"].route == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("options", "spec"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, MatrixSpec(groups=2, sections=(32, 16, 16))),
+        ({"multi_query": True}, MatrixSpec(groups=1, sections=(64, 16, 16))),
+        ({"multi_query": False}, MatrixSpec(groups=4, sections=(16, 16, 16))),
+    ],
+)
+def test_falcon_fused_qkv_follows_its_attention_variant(options: dict[str, object], spec: MatrixSpec) -> None:
+    config = tf.FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=128, **options)
+    table = routes(tf.FalconForCausalLM(config))
+    assert table["transformer.h.0.self_attention.query_key_value.weight"].spec == spec
+
+
+def test_encoder_decoder_embeddings_and_position_biases_stay_on_adamw() -> None:
+    config = tf.T5Config(d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=128)
+    table = routes(tf.T5ForConditionalGeneration(config))
+    adamw = [name for name, route in table.items() if route.route == "adamw"]
+    assert "shared.weight" in adamw
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in adamw
+    assert table["decoder.block.1.layer.1.EncDecAttention.k.weight"].route == "muon"
+
+
+def test_heads_and_poolers_outside_the_blocks_stay_on_adamw() -> None:
+    config = tf.BertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=128
+    )
+    table = routes(tf.BertForSequenceClassification(config))
+    assert table["classifier.weight"].reason == table["bert.pooler.dense.weight"].reason == "outside the transformer blocks"
+
+
+def test_tied_weight_appears_once() -> None:
+    table = routes(tiny_llama(tie_word_embeddings=True))
+    assert "model.embed_tokens.weight" in table
+    assert "lm_head.weight" not in table
+
+
+def test_frozen_parameter_is_on_no_optimizer() -> None:
+    model = tiny_llama()
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    assert routes(model)["model.layers.0.self_attn.q_proj.weight"].route == "frozen"
+
+
+def test_predicate_replaces_the_choice_but_keeps_the_layout() -> None:
+    model = tf.Phi3ForCausalLM(tf.Phi3Config(**SMALL))
+    table = routes(model, predicate=lambda name, parameter: name.endswith("qkv_proj.weight"))
+    muon = {name: route for name, route in table.items() if route.route == "muon"}
+    assert len(muon) == 2
+    assert all(route.spec == MatrixSpec(sections=(64, 32, 32)) for route in muon.values())
+
+
+def test_override_pattern_moves_matching_parameters() -> None:
+    table = routes(tiny_llama(), overrides={"*.k_proj.weight": "adamw", "lm_head.weight": "muon"})
+    assert table["model.layers.1.self_attn.k_proj.weight"].route == "adamw"
+    assert table["lm_head.weight"].route == "muon"
+
+
+def test_override_without_a_match_raises() -> None:
+    with pytest.raises(ConfigurationError, match=r"no_such"):
+        routes(tiny_llama(), overrides={"*.no_such.weight": "adamw"})
+
+
+def test_override_of_a_vector_to_muon_raises() -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.norm\.weight.*\(64,\)"):
+        routes(tiny_llama(), overrides={"model.norm.weight": "muon"})
+
+
+def test_unknown_fused_layout_is_one_matrix_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj = nn.Linear(8, 24)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+    with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
+        table = routes(Model())
+    assert table["layers.0.qkv_proj.weight"].spec == MatrixSpec()
+    assert [record.message for record in caplog.records if "fused" in record.message] == [
+        "2 weights look fused but their layout is not known here; each is orthogonalised as one matrix, "
+        "first layers.0.qkv_proj.weight"
+    ]
+
+
+def test_preset_layout_that_does_not_fit_raises_and_names_the_weight() -> None:
+    model = tf.Phi3ForCausalLM(tf.Phi3Config(**SMALL))
+    model.config.intermediate_size = 80
+    with pytest.raises(ConfigurationError, match=r"gate_up_proj"):
+        routes(model)
+
+
+def test_composite_model_uses_the_preset_of_its_text_model() -> None:
+    class Composite(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = tf.Phi3ForCausalLM(tf.Phi3Config(**SMALL))
+            self.vision = nn.Linear(8, 64)
+
+    table = routes(Composite())
+    name = "language_model.model.layers.0.self_attn.qkv_proj.weight"
+    assert table[name].spec == MatrixSpec(sections=(64, 32, 32))
+    assert table["vision.weight"].route == "adamw"
+
+
+def test_required_families_have_presets() -> None:
+    assert {"llama", "mistral", "qwen2", "qwen3", "qwen3_next"} <= set(PRESETS)

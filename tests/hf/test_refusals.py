@@ -1,0 +1,144 @@
+"""Launch modes and models that would train wrongly are refused, with what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ParallelismConfig, TorchDynamoPlugin
+from torch import nn
+
+import dmuon_hf
+from dmuon_hf import ConfigurationError, create_optimizer
+from tests.harness import run_ranks
+from tests.hf.support import arguments, as_launched, error_of, fsdp_env, make_trainer, tiny_llama
+
+
+def _prepare(rank: int, world: int, make: str) -> None:
+    as_launched()
+    accelerator = _ACCELERATORS[make]()
+    model = tiny_llama()
+    accelerator.prepare(model, create_optimizer(model, lr=1e-3))
+
+
+_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
+    "env": Accelerator,
+    "cpu": lambda: Accelerator(cpu=True),
+    "tp": lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)),
+    "compile": lambda: Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor")),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "make", "env", "message"),
+    [
+        (2, "cpu", {}, "MULTI_CPU.*not built.*fsdp_version: 2"),
+        (2, "env", {}, "runs each of them alone"),
+        (2, "env", fsdp_env(2, FSDP_VERSION="1", FSDP_RESHARD_AFTER_FORWARD="FULL_SHARD", mesh=False), "FSDP1"),
+        (2, "env", fsdp_env(2, FSDP_OFFLOAD_PARAMS="true"), "CPU offload is not built"),
+        (4, "tp", fsdp_env(4, mesh=False), "tp_size > 1 is not built"),
+        (2, "compile", fsdp_env(2), "torch.compile under FSDP2 is not built"),
+    ],
+)
+def test_unsupported_launch_is_refused(world: int, make: str, env: dict[str, str], message: str) -> None:
+    outcomes = run_ranks(_prepare, world, make, init=False, env=env, expect_failure=True)
+    for outcome in outcomes:
+        assert re.search(message, error_of(outcome), re.DOTALL), error_of(outcome)
+
+
+def _no_accelerator(rank: int, world: int) -> None:
+    create_optimizer(tiny_llama(), lr=1e-3)
+
+
+def test_optimizer_before_the_accelerator_is_refused_in_a_distributed_launch() -> None:
+    outcomes = run_ranks(_no_accelerator, 2, init=False, expect_failure=True)
+    assert all("make the Accelerator first" in error_of(outcome) for outcome in outcomes)
+
+
+def _ddp_trainer(rank: int, world: int, directory: str) -> None:
+    make_trainer(tiny_llama(), arguments(directory, max_steps=1)).train()
+
+
+def test_ddp_trainer_is_refused(tmp_path: Path) -> None:
+    outcomes = run_ranks(_ddp_trainer, 2, str(tmp_path), init=False, expect_failure=True)
+    assert all("DDP" in error_of(outcome) for outcome in outcomes)
+
+
+def _plugin_with_adamw(rank: int, world: int) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=dmuon_hf.DMuonPlugin())
+    model = tiny_llama()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_plugin_with_another_optimizer_is_refused() -> None:
+    outcomes = run_ranks(_plugin_with_adamw, 2, init=False, expect_failure=True)
+    assert all("DMuonPlugin needs a DMuon optimizer" in error_of(outcome) for outcome in outcomes)
+
+
+def _other_model(rank: int, world: int) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=dmuon_hf.DMuonPlugin())
+    optimizer = create_optimizer(tiny_llama(), lr=1e-3)
+    accelerator.prepare(tiny_llama(), optimizer)
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    outcomes = run_ranks(_other_model, 2, init=False, expect_failure=True)
+    assert all("another model" in error_of(outcome) for outcome in outcomes)
+
+
+def test_plugin_with_fsdp1_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="fsdp_version=1"):
+        dmuon_hf.DMuonPlugin(fsdp_version=1)
+
+
+def _marked(**attributes: Any) -> nn.Module:
+    model = tiny_llama()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"is_quantized": True}, ConfigurationError, "quantised"),
+        ({"hf_quantizer": object()}, ConfigurationError, "quantised"),
+        ({"peft_config": {"default": object()}}, NotImplementedError, "PEFT"),
+    ],
+)
+def test_unsupported_model_is_refused(attributes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        create_optimizer(_marked(**attributes), lr=1e-3)
+
+
+def test_model_sharded_by_transformers_is_refused() -> None:
+    class Sharded(nn.Linear):
+        is_distributed_loading_by_transformers = True
+
+    with pytest.raises(ConfigurationError, match="DistributedConfig"):
+        create_optimizer(Sharded(4, 4), lr=1e-3)
+
+
+def test_wrapped_model_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="DataParallel wrapper"):
+        create_optimizer(nn.DataParallel(tiny_llama()), lr=1e-3)
+
+
+def _sharded_before(rank: int, world: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=dmuon_hf.DMuonPlugin())
+    assert accelerator.is_fsdp2
+    model = tiny_llama()
+    fully_shard(model)
+    create_optimizer(model, lr=1e-3)
+
+
+def test_sharded_model_is_refused() -> None:
+    outcomes = run_ranks(_sharded_before, 2, init=False, expect_failure=True)
+    assert all("already distributed" in error_of(outcome) for outcome in outcomes)
