@@ -18,8 +18,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from dmuon_hf.boundaries import HookBoundaries
     from dmuon_hf.core.errors import ConfigurationError, DMuonError, LockstepError
-    from dmuon_hf.factory import DMuonOptions, create, create_optimizer
     from dmuon_hf.description import describe
+    from dmuon_hf.factory import DMuonOptions, create, create_optimizer
     from dmuon_hf.plugin import DMuonPlugin
     from dmuon_hf.presets import Route, routes
 

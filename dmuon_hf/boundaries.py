@@ -36,7 +36,9 @@ class HookBoundaries:
 
     def __init__(self, model: nn.Module, block_classes: Iterable[str] | None = None) -> None:
         classes = tuple(block_classes) if block_classes is not None else block_class_names(model)
-        self._modules: dict[str, nn.Module] = {canonical_name(name, model): module for name, module in model.named_modules()}
+        self._modules: dict[str, nn.Module] = {
+            canonical_name(name, model): module for name, module in model.named_modules()
+        }
         self._blocks: dict[str, nn.Module] = {
             name: module for name, module in self._modules.items() if name and _is_instance(module, classes)
         }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
-from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.core.runtime import Runtime, runtime_of
 from dmuon_hf.presets import Route, routes
 
 __all__ = ["describe"]
@@ -36,8 +36,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     rows: dict[tuple[str, ...], list[str]] = {}
     for raw_name, parameter in model.named_parameters():
         name = canonical_name(raw_name, model)
-        dedicated = runtime.dedicated.get(name) if runtime is not None else None
-        owner = _coordinate(dedicated.owner_rank) if dedicated is not None and runtime.topology.is_distributed else ""
+        owner = _owner(runtime, name)
         route, group = table[name], groups.get(name)
         cells = (
             _without_layer_number(name),
@@ -52,6 +51,13 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         rows.setdefault(cells, []).append(owner)
     lines = [(*cells[:-1], _distinct(owners), cells[-1]) for cells, owners in rows.items()]
     return "\n".join([_summary(model, table, runtime), "", *_aligned([_HEADER, *lines])])
+
+
+def _owner(runtime: Runtime | None, name: str) -> str:
+    """Coordinate of the owner of a dedicated parameter; empty for others and in a single process."""
+    if runtime is None or not runtime.topology.is_distributed or name not in runtime.dedicated:
+        return ""
+    return _coordinate(runtime.dedicated[name].owner_rank)
 
 
 def _as_dedicated(route: Route, dedicated: Any) -> Route:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ class DMuonOptions:
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
-    ns_backend: str | dmuon.NewtonSchulz = "gram"
-    lr_scale: str = "match_rms_adamw"
+    ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "gram"
+    lr_scale: Literal["match_rms_adamw", "original", "spectral", "none"] = "match_rms_adamw"
     predicate: Predicate | None = None
     routes: Mapping[str, str] | None = None
     replicate_async: bool = True

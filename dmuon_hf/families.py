@@ -23,7 +23,7 @@ _GATE_VECTOR = "one gate value per head, not a matrix"
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _qkv_rows(config: Any) -> MatrixSpec:

@@ -83,7 +83,9 @@ def current_launch() -> Launch:
         # accelerate keeps fp32 masters of what it shards under mixed precision; owners do the same.
         master_dtype=None if state.mixed_precision == "no" else torch.float32,
         reshard_after_forward=plugin.reshard_after_forward,
-        block_classes=None if plugin.transformer_cls_names_to_wrap is None else tuple(plugin.transformer_cls_names_to_wrap),
+        block_classes=None
+        if plugin.transformer_cls_names_to_wrap is None
+        else tuple(plugin.transformer_cls_names_to_wrap),
         source_rank=0 if plugin.cpu_ram_efficient_loading else None,
     )
 

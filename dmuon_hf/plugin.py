@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -25,6 +26,9 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     Raises:
         ConfigurationError: `fsdp_version` other than 2.
     """
+
+    fsdp_version: Any
+    auto_wrap_policy: Any
 
     def __post_init__(self) -> None:
         from dmuon_hf import hooks

@@ -8,7 +8,7 @@ optimizer is bound to the result by name afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -39,7 +39,11 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
         return original(accelerator, *args, **kwargs)
     checks.check_launch(accelerator.state)
     models = [arg for arg in args if isinstance(arg, nn.Module)]
-    if accelerator.is_fsdp2 and not any(arg is optimizer for arg in args) and all(isinstance(model, FSDPModule) for model in models):
+    if (
+        accelerator.is_fsdp2
+        and not any(arg is optimizer for arg in args)
+        and all(isinstance(model, FSDPModule) for model in models)
+    ):
         return _prepare_again(original, accelerator, args)
     return original(accelerator, *args, **kwargs)
 
@@ -130,6 +134,5 @@ def _find_muon(args: tuple[Any, ...]) -> dmuon.Muon | None:
     for arg in args:
         inner = arg.optimizer if isinstance(arg, AcceleratedOptimizer) else arg
         if isinstance(inner, dmuon.Muon):
-            return cast(dmuon.Muon, inner)
+            return inner
     return None
-

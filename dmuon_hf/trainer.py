@@ -58,9 +58,7 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
     original(*bound.args, **bound.kwargs)
 
 
-def create_scheduler(
-    original: Callable[..., Any], trainer: Any, num_training_steps: int, optimizer: Any = None
-) -> Any:
+def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
     """`Trainer.create_scheduler`: use the scheduler given to `create()`, if there is one."""
     factory = (trainer.optimizer_cls_and_kwargs or (None,))[0]
     scheduler = factory.description.scheduler if isinstance(factory, TrainerOptimizerFactory) else None

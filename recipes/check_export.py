@@ -32,7 +32,9 @@ def main() -> int:
         logits = model(input_ids=reference["input_ids"]).logits.float()
     difference = (logits - reference["logits"]).abs().max().item()
     equal = difference <= options.tolerance
-    print(f"reopened {options.directory}: largest difference of a logit {difference:.2e} ({'equal' if equal else 'DIFFERENT'})")
+    print(
+        f"reopened {options.directory}: largest difference of a logit {difference:.2e} ({'equal' if equal else 'DIFFERENT'})"
+    )
     if options.prompt is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.directory)
         inputs = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)

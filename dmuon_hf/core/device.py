@@ -21,7 +21,12 @@ class DeviceHandle:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._module: ModuleType = torch.get_device_module(device.type)
+
+    @property
+    def _module(self) -> ModuleType:
+        # Looked up each time: a module object as an attribute would make everything that holds this uncopyable.
+        module: ModuleType = torch.get_device_module(self.device.type)
+        return module
 
     @property
     def is_cpu(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,17 @@ def test_one_process_keeps_plain_parameters() -> None:
     assert set(assignment.values()) == {0} and len(assignment) == 9
     assert all(param is before[name] for name, param in model.named_parameters())
     assert dmuon.get_comm_ctx(model) is not None and dmuon.get_comm_ctx(tiny_mlp()) is None
+
+
+def test_deep_copy_in_one_process_has_a_runtime_of_its_own() -> None:
+    model = tiny_mlp()
+    dmuon.dedicate_params(model, None, is_proj)
+    twin = copy.deepcopy(model)
+    optimizer = dmuon.Muon(twin)
+    twin(dense_batch(0)).backward()
+    optimizer.step()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert not torch.equal(param, other)
 
 
 def test_unfinished_backward_is_an_error_at_the_step() -> None:

@@ -97,7 +97,9 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def losses(trainer: Trainer) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of every logged step."""
-    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return [
+        (entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry
+    ]
 
 
 def error_of(outcome: RankOutcome) -> str:

@@ -124,7 +124,9 @@ def test_routes_for_a_dedicated_model_raise() -> None:
         create_optimizer(model, lr=1e-3, routes={"*.k_proj.weight": "adamw"})
 
 
-@pytest.mark.parametrize("use", [lambda x: x.step(), lambda x: x.param_groups, lambda x: x(), lambda x: setattr(x, "a", 1)])
+@pytest.mark.parametrize(
+    "use", [lambda x: x.step(), lambda x: x.param_groups, lambda x: x(), lambda x: setattr(x, "a", 1)]
+)
 def test_unpacked_elements_fail_on_any_use(use: Any) -> None:
     optimizer, scheduler = create()
     for element in (optimizer, scheduler):

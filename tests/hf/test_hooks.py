@@ -37,7 +37,11 @@ def test_uninstall_puts_every_original_back() -> None:
 def _replaced_again(rank: int, world: int) -> None:
     hooks.install()
     ours = Trainer.__init__
-    Trainer.__init__ = lambda self, *args, **kwargs: ours(self, *args, **kwargs)
+
+    def theirs(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+
+    Trainer.__init__ = theirs
     hooks.uninstall()
 
 

@@ -127,7 +127,11 @@ def test_heads_and_poolers_outside_the_blocks_stay_on_adamw() -> None:
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=128
     )
     table = routes(tf.BertForSequenceClassification(config))
-    assert table["classifier.weight"].reason == table["bert.pooler.dense.weight"].reason == "outside the transformer blocks"
+    assert (
+        table["classifier.weight"].reason
+        == table["bert.pooler.dense.weight"].reason
+        == "outside the transformer blocks"
+    )
 
 
 def test_tied_weight_appears_once() -> None:

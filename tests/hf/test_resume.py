@@ -59,7 +59,9 @@ def _assert_equal(actual: dict[str, dict[str, torch.Tensor]], expected: dict[str
 
 @pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @pytest.mark.parametrize(("world", "replicas"), [(4, 2), (2, 1)])
-def test_resume_after_three_steps_equals_six_straight(tmp_path: Path, world: int, replicas: int, state_dict: str) -> None:
+def test_resume_after_three_steps_equals_six_straight(
+    tmp_path: Path, world: int, replicas: int, state_dict: str
+) -> None:
     env = fsdp_env(world, replicas=replicas, state_dict=state_dict)
     straight = run_ranks(_run, world, str(tmp_path / "a"), 6, False, init=False, env=env, timeout=100)[0]
     run_ranks(_run, world, str(tmp_path / "b"), 3, False, init=False, env=env, timeout=100)

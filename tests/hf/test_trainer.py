@@ -1,25 +1,40 @@
-"""Muon under the stock Trainer: one process, FSDP2 and HSDP give the same run."""
+"""Muon under the stock Trainer: one process, FSDP2 and HSDP give the same run, and what follows training works."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import dmuon_hf
 from tests.harness import run_ranks
-from tests.hf.support import arguments, as_launched, finish, fsdp_env, full_weights, losses, make_trainer, tiny_llama
+from tests.hf.support import (
+    arguments,
+    as_launched,
+    finish,
+    fsdp_env,
+    full_weights,
+    losses,
+    make_trainer,
+    tiny_dataset,
+    tiny_llama,
+)
 
 
-def _train(rank: int, world: int, directory: str, **overrides: Any) -> dict[str, Any]:
+def _train(rank: int, world: int, directory: str, tied: bool = False, **overrides: Any) -> dict[str, Any]:
     as_launched()
-    trainer = make_trainer(tiny_llama(), arguments(directory, **{"max_steps": 4} | overrides))
+    model = tiny_llama(tie_word_embeddings=tied)
+    trainer = make_trainer(model, arguments(directory, **{"max_steps": 4} | overrides))
     trainer.train()
     result = {
         "fsdp2": trainer.accelerator.is_fsdp2,
         "losses": losses(trainer),
         "weights": full_weights(trainer.model),
         "matrices": trainer.optimizer.optimizer.ns_matrices,
+        "skipped": trainer.optimizer.optimizer.skipped_steps,
     }
     finish()
     return result
@@ -27,23 +42,140 @@ def _train(rank: int, world: int, directory: str, **overrides: Any) -> dict[str,
 
 def _assert_same_run(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for got, want in zip(actual["losses"], expected["losses"], strict=True):
-        torch.testing.assert_close(torch.tensor(got[1:]), torch.tensor(want[1:]), rtol=2e-4, atol=1e-5)
+        assert got[1:] == pytest.approx(want[1:], rel=2e-4), (got, want)
     for name, weight in expected["weights"].items():
-        torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_trainer_on_hsdp_and_fsdp_equals_one_process(tmp_path: Path) -> None:
-    alone = run_ranks(_train, 1, str(tmp_path / "one"), init=False, per_device_train_batch_size=8, timeout=100)[0]
-    for world, replicas in ((4, 2), (2, 1)):
-        results = run_ranks(
-            _train,
-            world,
-            str(tmp_path / f"{world}"),
-            init=False,
-            env=fsdp_env(world, replicas=replicas),
-            per_device_train_batch_size=8 // world,
-            timeout=100,
+        torch.testing.assert_close(
+            actual["weights"][name], weight, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
-        assert all(result["fsdp2"] for result in results)
-        assert sum(result["matrices"] for result in results) == alone["matrices"] == 4 * 14
-        _assert_same_run(results[0], alone)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, Any]]:
+    """The run of one process that sees every sample, with untied and with tied embeddings."""
+    directory = str(tmp_path_factory.mktemp("alone"))
+    return {
+        tied: run_ranks(_train, 1, directory, tied, init=False, per_device_train_batch_size=8)[0]
+        for tied in (False, True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "tied", "overrides", "extra"),
+    [
+        (4, 2, False, {}, {}),
+        (2, 1, True, {}, {"FSDP_RESHARD_AFTER_FORWARD": "false"}),
+        (2, 1, False, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {}),
+        (2, 1, False, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
+        (2, 1, False, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {}),
+    ],
+    ids=["hsdp", "fsdp-z2-tied", "accumulation", "checkpointing", "reentrant-checkpointing"],
+)
+def test_distributed_run_equals_the_run_of_one_process(
+    alone: dict[bool, dict[str, Any]],
+    tmp_path: Path,
+    world: int,
+    replicas: int,
+    tied: bool,
+    overrides: dict[str, Any],
+    extra: dict[str, str],
+) -> None:
+    overrides = {"per_device_train_batch_size": 8 // world} | overrides
+    env = fsdp_env(world, replicas=replicas, **extra)
+    results = run_ranks(_train, world, str(tmp_path), tied, init=False, env=env, **overrides)
+    assert all(result["fsdp2"] for result in results)
+    assert sum(result["matrices"] for result in results) == 4 * 14
+    _assert_same_run(results[0], alone[tied])
+
+
+def test_fsdp_without_a_parallelism_config_equals_one_process(
+    alone: dict[bool, dict[str, Any]], tmp_path: Path
+) -> None:
+    env = fsdp_env(2, mesh=False)
+    results = run_ranks(_train, 2, str(tmp_path), init=False, env=env, per_device_train_batch_size=4)
+    assert all(result["fsdp2"] for result in results)
+    _assert_same_run(results[0], alone[False])
+
+
+def _after_training(rank: int, world: int, directory: str) -> dict[str, Any]:
+    as_launched()
+    model = tiny_llama(tie_word_embeddings=True)
+    args = arguments(directory, max_steps=2, eval_on_start=True, per_device_eval_batch_size=4)
+    trainer = make_trainer(model, args)
+    trainer.eval_dataset = tiny_dataset(16)
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(directory)
+    trainer.model.eval()
+    prompt = torch.arange(6).unsqueeze(0)
+    generated = trainer.model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+    with torch.no_grad():
+        logits = trainer.model(input_ids=prompt).logits
+    table = dmuon_hf.describe(trainer.model, trainer.optimizer)
+    finish()
+    return {"evaluated": evaluated, "generated": generated, "logits": logits, "table": table}
+
+
+def test_saved_model_reopens_and_evaluates_and_generates_as_the_trained_one(tmp_path: Path) -> None:
+    results = run_ranks(_after_training, 4, str(tmp_path), init=False, env=fsdp_env(4, replicas=2))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([row["input_ids"] for row in tiny_dataset(16)])
+    prompt = torch.arange(6).unsqueeze(0)
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+        logits = model(input_ids=prompt).logits
+    generated = model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+    for result in results:
+        assert result["evaluated"] == pytest.approx(loss, rel=1e-5)
+        assert torch.equal(result["generated"], generated)
+        torch.testing.assert_close(result["logits"], logits)
+
+
+def test_saved_tied_weight_is_written_once(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    run_ranks(_after_training, 2, str(tmp_path), init=False, env=fsdp_env(2))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_description_shows_routes_groups_and_owners_of_all_ranks(tmp_path: Path) -> None:
+    table = run_ranks(_after_training, 4, str(tmp_path), init=False, env=fsdp_env(4, replicas=2))[2]["table"]
+    assert "owners on 2 shards x 2 replicas" in table
+    row = next(line for line in table.splitlines() if line.startswith("model.layers.*.mlp.up_proj.weight"))
+    assert row.split()[:6] == ["model.layers.*.mlp.up_proj.weight", "96x64", "muon", "decay/muon", "0.005", "0.1"]
+    assert "embedding" in next(line for line in table.splitlines() if line.startswith("model.embed_tokens"))
+
+
+def _train_twice(rank: int, world: int, directory: str) -> dict[str, Any]:
+    as_launched()
+    trainer = make_trainer(tiny_llama(), arguments(directory, max_steps=2, lr_scheduler_type="constant"))
+    trainer.eval_dataset = tiny_dataset(8)
+    trainer.train()
+    momentum = sum(float(s["momentum_buffer"].abs().sum()) for s in _muon_states(trainer))
+    before = full_weights(trainer.model)
+    trainer.train()
+    after = full_weights(trainer.model)
+    loss = trainer.evaluate()["eval_loss"]
+    finish()
+    return {"momentum": momentum, "before": before, "after": after, "loss": loss, "log": losses(trainer)}
+
+
+def _muon_states(trainer: Any) -> list[dict[str, torch.Tensor]]:
+    return [
+        {"momentum_buffer": state["momentum_buffer"].to_local()}
+        for state in trainer.optimizer.state.values()
+        if "momentum_buffer" in state
+    ]
+
+
+def test_second_train_continues_with_the_same_model_and_optimizer(tmp_path: Path) -> None:
+    results = run_ranks(_train_twice, 2, str(tmp_path), init=False, env=fsdp_env(2))
+    assert results[0]["log"] == results[1]["log"]
+    for result in results:
+        assert result["momentum"] > 0
+        assert not torch.equal(
+            result["before"]["model.layers.0.mlp.up_proj.weight"], result["after"]["model.layers.0.mlp.up_proj.weight"]
+        )
+        assert result["loss"] < 5.0

@@ -23,8 +23,8 @@ def newton_schulz_flops(shape: tuple[int, int], *, algorithm: Literal["direct", 
     """Flops of a five-step Newton-Schulz on one ``(out, in)`` matrix, with m the short and n the long side.
 
     ``direct`` forms ``X X^T``, its square and a product with ``X`` in each step: ``20 m^2 n + 10 m^3``. ``gram``
-    iterates on the m x m
-    side and returns to ``X`` at its one restart and at the end: ``8 m^2 n + 28 m^3``. No credit for symmetric products.
+    iterates on the m x m side and returns to ``X`` at its one restart and at the end: ``8 m^2 n + 28 m^3``. No credit
+    for symmetric products.
     """
     m, n = sorted(shape)
     if algorithm == "direct":
@@ -35,8 +35,8 @@ def newton_schulz_flops(shape: tuple[int, int], *, algorithm: Literal["direct", 
 def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "optimizer") -> int:
     """Cost of owning a parameter of stored ``shape`` whose logical matrices ``spec`` describes.
 
-    ``optimizer``: Newton-Schulz flops of each logical matrix, by the cheaper algorithm for its shape, plus the
-        footprint of all elements. ``numel``: elements only, a diagnostic that ignores shape.
+    ``optimizer`` counts Newton-Schulz flops of each logical matrix, by the cheaper algorithm for its shape, plus the
+    footprint of all elements. ``numel`` counts elements only, a diagnostic that ignores shape.
 
     Raises:
         ConfigurationError: for an unknown model, or a shape that the spec does not fit.

@@ -22,10 +22,9 @@ class MatrixSpec:
     stored layout never changes.
 
     Examples:
-        A plain linear layer: ``MatrixSpec()``. GPT-2's ``Conv1D``, stored ``(in, out)``:
-            ``MatrixSpec(transposed=True)``. Phi-3's
-        ``qkv_proj``: ``MatrixSpec(sections=(q_rows, k_rows, v_rows))``. Qwen3-Next's ``q_proj``, query and gate per
-            head: ``MatrixSpec(groups=heads, sections=(head_dim, head_dim))``.
+        A plain linear layer is ``MatrixSpec()``. GPT-2's ``Conv1D``, stored ``(in, out)``, is
+        ``MatrixSpec(transposed=True)``. Phi-3's ``qkv_proj`` is ``MatrixSpec(sections=(q_rows, k_rows, v_rows))``.
+        Qwen3-Next's ``q_proj``, query and gate per head, is ``MatrixSpec(groups=heads, sections=(dim, dim))``.
 
     Attributes:
         groups: number of equal row blocks; more than one needs ``sections``.

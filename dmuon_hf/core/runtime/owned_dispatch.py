@@ -2,8 +2,8 @@
 
 [Note: operators on owned tensors]
 Elementwise operators need no communication: owner and others run the same one on their part, and the empty part
-    keeps dtype and shape in step. ``copy_`` from another layout, whole-tensor statistics and norms are collectives
-    over the tensor's mesh.
+keeps dtype and shape in step. ``copy_`` from another layout, whole-tensor statistics and norms are collectives over
+the tensor's mesh.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if run is None:
         raise NotImplementedError(f"{func} is not defined on an owned tensor: {_way_round(func)}")
     result = run(func, args, kwargs)
-    for content in {id(t): t._content for t in mutated_arguments(func, args, kwargs) if _owned(t)}.values():
+    written = [tensor._content for tensor in mutated_arguments(func, args, kwargs) if _owned(tensor)]
+    for content in {id(content): content for content in written}.values():
         content.bump()
     return result
 

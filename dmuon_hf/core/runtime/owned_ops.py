@@ -1,6 +1,6 @@
 """Which aten operators are right on a tensor that lies whole on one rank, and how their arguments are laid out.
 
-Pure tables and predicates over ``torch._ops.OpOverload``; :mod:`.owned_tensor` acts on them. The lists are
+Pure tables and predicates over ``torch._ops.OpOverload``; :mod:`.owned_dispatch` acts on them. The lists are
 allow-lists: an operator in none of them is refused, because off the owner it would compute on zero rows and look as
 if it had worked.
 """

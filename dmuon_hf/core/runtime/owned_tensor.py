@@ -1,18 +1,18 @@
 """A DTensor whose whole content lies on one rank of its mesh.
 
 `OwnedTensor` is what a dedicated parameter, its gradient and its optimizer state are between passes: the global
-    shape on every rank, the values on the owner, zero rows elsewhere. It declares the placement ``Shard(0)``, which
-    is true but for the cut (all rows on one rank), so that code which sorts tensors by mesh and placement treats it
-    as one more sharded DTensor.
+shape on every rank, the values on the owner, zero rows elsewhere. It declares the placement ``Shard(0)``, which is true
+but for the cut (all rows on one rank), so that code which sorts tensors by mesh and placement treats it as one more
+sharded DTensor.
 
 Operators run on the local tensors and never redistribute. Those that would need values a rank does not have are refused
-(see :mod:`.owned_ops`) and name ``full_tensor()`` as the way round.
+(see :mod:`.owned_dispatch`) and name ``full_tensor()`` as the way round.
 
-[Note: content versions] All handles of one storage (``detach()``, ``.data``, the ``nn.Parameter`` itself) share one
-`Content`. Every operator that writes bumps its version, on every rank, since the same program runs on every rank. A
-gathered copy of a weight is valid only while the version it was taken at is the current one. Code that writes
-``to_local()`` directly bypasses the dispatcher and must call ``tensor.content.bump()``, on every rank of the mesh
-and not on the owner alone.
+[Note: content versions]
+All handles of one storage (``detach()``, ``.data``, the ``nn.Parameter`` itself) share one `Content`. Every operator
+that writes bumps its version, on every rank, since the same program runs on every rank. A gathered copy of a weight is
+valid only while the version it was taken at is the current one. Code that writes ``to_local()`` directly bypasses the
+dispatcher and must call ``tensor.content.bump()``, on every rank of the mesh and not on the owner alone.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class OwnedTensor(DTensor):
         """Wrap this rank's part, without copying and without communication. Called on every rank of ``mesh``.
 
         Args:
-            local: on the owner the whole tensor, contiguous, of ``shape``; elsewhere an empty one of shape ``(0,
-                *shape[1:])``.
+            local: contiguous; on the owner the whole tensor, elsewhere an empty one of shape ``(0, *shape[1:])``.
             mesh: a 1-D mesh (flatten an HSDP mesh first).
             owner: rank within ``mesh`` that holds the values.
             shape: global shape, at least one dimension.
@@ -152,12 +151,10 @@ class OwnedTensor(DTensor):
     ) -> DTensor:
         """Return a replicated DTensor of the values, or this tensor itself for its own placements.
 
-        A collective over the mesh unless the placements are its own. The broadcast is awaited whatever ``async_op``
-        says.
+        A collective over the mesh unless the placements are its own, awaited whatever ``async_op`` says.
 
         Raises:
-            NotImplementedError: for any other target; use ``distribute_tensor(tensor.full_tensor(), mesh,
-                placements)``.
+            NotImplementedError: for any other target; distribute the result of :meth:`full_tensor` instead.
         """
         mesh = device_mesh if device_mesh is not None else self.device_mesh
         target = tuple(placements) if placements is not None else (Replicate(),)
@@ -251,7 +248,8 @@ class OwnedTensor(DTensor):
         return dispatch(func, args, kwargs or {})
 
 
-def ownedowned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+def owned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """The DTensor layout of an owned tensor: contiguous, and as good as sharded on its rows."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
@@ -259,6 +257,7 @@ def ownedowned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) 
 def make_owned(
     local: torch.Tensor, spec: DTensorSpec, owner: int, is_owner: bool, content: Content, requires_grad: bool = False
 ) -> OwnedTensor:
+    """An owned tensor of parts that are known to fit; `OwnedTensor.from_local` checks them."""
     tensor = cast(OwnedTensor, OwnedTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad))
     tensor._owner = owner
     tensor._is_owner = is_owner
@@ -267,4 +266,5 @@ def make_owned(
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A value that every rank of the mesh has."""
     return DTensor.from_local(value, mesh, [Replicate()], run_check=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,6 +54,21 @@ class Runtime:
         self._handles: list[RemovableHandle] = []
         self._root: nn.Module | None = None
         self._fsdp_modules: list[FSDPModule] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """The runtime of a deep copy of the model, in one process; a model on a mesh is not copied (nor is FSDP2's)."""
+        if self.topology.is_distributed:
+            raise TypeError("a model with owners on a mesh cannot be deep-copied: copy it before dedicate_params")
+        copied = Runtime(
+            topology=self.topology,
+            plan=self.plan,
+            params=[copy.deepcopy(param, memo) for param in self.dedicated.values()],
+            units=[],
+            context=DedicatedCommContext(self.topology.device),
+            delay_second_stage=True,
+        )
+        copied._root = copy.deepcopy(self._root, memo)
+        return copied
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -127,11 +144,7 @@ class Runtime:
         """Per dedicated parameter, in plan order: whether this rank has seen a gradient since gradients were zeroed."""
         if not self.units:
             return [param.param.grad is not None for param in self.dedicated.values()]
-        seen = {
-            param.name: unit.has_grad(i)
-            for unit in self.units
-            for i, param in enumerate(unit.params)
-        }
+        seen = {param.name: unit.has_grad(i) for unit in self.units for i, param in enumerate(unit.params)}
         return [seen[name] for name in self.dedicated]
 
     def discard_grads(self) -> None:

@@ -1,0 +1,204 @@
+"""Where ranks stand, and the proof that they can never meet again. Pure: values in, a sentence out.
+
+[Note: what proves that ranks diverged]
+On every rank the collectives of a program are issued in one order. Two ranks that run the same program may stand at
+different places of that order, so that one has issued more on some groups and never less on others. Therefore each of
+these is a proof, however slow or busy a rank may be:
+
+1. the same entry of the runtime's own record (the n-th gather, say) names different units on two ranks;
+2. two ranks each wait for a collective and each has issued one, on a group they share, that the other has not;
+3. a rank has ended, by an exception, or with collectives missing that a waiting rank has issued.
+
+Waiting alone proves nothing, nor does being far behind: a rank that saves, evaluates, loads data or compiles for an
+hour is behind the others and will arrive. One more rule covers collectives that were mixed up inside one group, where
+counting cannot tell them apart:
+
+4. every rank waits inside a collective, has issued as many as the others on every group, has not moved for three times
+   the limit, and two of them stand in different kinds of collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+__all__ = ["MIXED_PATIENCE", "Position", "find_divergence"]
+
+MIXED_PATIENCE = 3.0
+"""Multiple of the limit after which rule 4 applies."""
+
+_ADVICE = (
+    "The ranks no longer issue the same collectives in the same order: look for a layer, a batch, a save, an evaluation or "
+    "an exception handler that runs on some ranks only. What all ranks must call must not stand under `if rank == 0`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where one rank stands.
+
+    Attributes:
+        rank: Data-parallel rank.
+        state: ``"waits"`` inside a collective for longer than the limit, ``"busy"`` with anything else, or ``"ended"``.
+        what: What it waits for, does, or ended with.
+        step: Optimizer steps it has agreed on.
+        seconds: How long it has not moved.
+        own: Whether ``what`` is a collective of the runtime.
+        raised: Whether an ended rank left through an exception.
+        issued: Collectives issued so far, by process group. Two ranks that both list a name are both in that group.
+        record: By kind of collective, how many the runtime has issued and the last of them.
+        trail: Where in the caller's code that is, innermost first.
+    """
+
+    rank: int
+    state: Literal["waits", "busy", "ended"]
+    what: str
+    step: int
+    seconds: float = 0.0
+    own: bool = False
+    raised: bool = False
+    issued: Mapping[str, int] = field(default_factory=dict)
+    record: Mapping[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
+    trail: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Position:
+        values = json.loads(text)
+        values["record"] = {kind: (count, tuple(tail)) for kind, (count, tail) in values["record"].items()}
+        return cls(**values)
+
+    def describe(self) -> str:
+        """As a clause that follows the rank's number."""
+        at = f" (step {self.step})"
+        place = f" at {self.trail[0]}" if self.trail and not self.own else ""
+        if self.state == "waits":
+            return f"waits in {self.what}{at}{place}"
+        if self.state == "ended":
+            return f"{self.what}{at}"
+        return f"is busy with {self.what}{at}{place}"
+
+    def lacks(self, other: Position) -> dict[str, int]:
+        """Per group that both ranks are in, how many collectives ``other`` has issued that this rank has not."""
+        return {
+            group: count - self.issued[group]
+            for group, count in other.issued.items()
+            if count > self.issued.get(group, count)
+        }
+
+
+def find_divergence(positions: Sequence[Position], *, limit: float) -> str | None:
+    """The sentence that says how the ranks diverged, or ``None`` when the positions do not prove it.
+
+    Args:
+        positions: The newest known position of every data-parallel rank. A position that has become stale proves what it
+            proved when it was taken.
+        limit: Seconds after which a rank counts as waiting.
+    """
+    waiting = [position for position in positions if position.state == "waits"]
+    if not waiting:
+        return None
+    return (
+        _different_records(positions)
+        or _rank_ended(waiting, positions)
+        or _crossed(waiting)
+        or _mixed_up(waiting, positions, limit)
+    )
+
+
+def _different_records(positions: Sequence[Position]) -> str | None:
+    first = positions[0]
+    for other in positions[1:]:
+        for kind in first.record.keys() & other.record.keys():
+            difference = _first_difference(first.record[kind], other.record[kind])
+            if difference is not None:
+                number, here, there = difference
+                return (
+                    f"ranks disagree about {kind} number {number}: {here} on rank {first.rank}, {there} on rank {other.rank}. "
+                    f"{_summary(positions)}. {_ADVICE}"
+                )
+    return None
+
+
+def _first_difference(
+    mine: tuple[int, Sequence[str]], theirs: tuple[int, Sequence[str]]
+) -> tuple[int, str, str] | None:
+    """First entry, counted from 1, that both tails hold and that differs."""
+    (count_a, tail_a), (count_b, tail_b) = mine, theirs
+    start_a, start_b = count_a - len(tail_a), count_b - len(tail_b)
+    for number in range(max(start_a, start_b), min(count_a, count_b)):
+        a, b = tail_a[number - start_a], tail_b[number - start_b]
+        if a != b:
+            return number + 1, a, b
+    return None
+
+
+def _rank_ended(waiting: Sequence[Position], positions: Sequence[Position]) -> str | None:
+    for ended in (position for position in positions if position.state == "ended"):
+        for waiter in waiting:
+            if ended.raised or ended.lacks(waiter):
+                return (
+                    f"rank {ended.rank} {ended.describe()}, so what the others wait for never comes. {_summary(positions)}. "
+                    + (f"Look at the traceback of rank {ended.rank}" if ended.raised else _ADVICE)
+                )
+    return None
+
+
+def _crossed(waiting: Sequence[Position]) -> str | None:
+    distinct: dict[tuple[tuple[str, int], ...], Position] = {}
+    for position in waiting:
+        distinct.setdefault(tuple(sorted(position.issued.items())), position)
+    candidates = list(distinct.values())
+    for i, a in enumerate(candidates):
+        for b in candidates[i + 1 :]:
+            if a.lacks(b) and b.lacks(a):
+                return (
+                    f"ranks disagree: {_summary(waiting)}. Rank {a.rank} has issued {_counted(b.lacks(a))} that rank {b.rank} has "
+                    f"not, and rank {b.rank} {_counted(a.lacks(b))} that rank {a.rank} has not. {_ADVICE}"
+                )
+    return None
+
+
+def _counted(missing: Mapping[str, int]) -> str:
+    return " and ".join(
+        f"{count} collective{'s' if count > 1 else ''} on group {group}" for group, count in sorted(missing.items())
+    )
+
+
+def _mixed_up(waiting: Sequence[Position], positions: Sequence[Position], limit: float) -> str | None:
+    if len(waiting) < len(positions) or any(p.seconds < MIXED_PATIENCE * limit for p in waiting):
+        return None
+    first = waiting[0]
+    if any(p.lacks(first) or first.lacks(p) for p in waiting) or len({_kind(p) for p in waiting}) == 1:
+        return None
+    return (
+        f"ranks disagree: {_summary(waiting)}, and none has moved for {min(p.seconds for p in waiting):.0f} s. {_ADVICE}"
+    )
+
+
+def _kind(position: Position) -> str:
+    return position.what.partition(" of ")[0] if not position.own else position.what
+
+
+def _summary(positions: Sequence[Position]) -> str:
+    """``rank 0 waits in ..., ranks 1-3 wait in ...``, in rank order of the first of each."""
+    by_text: dict[str, list[int]] = {}
+    for position in positions:
+        by_text.setdefault(position.describe(), []).append(position.rank)
+    return ", ".join(f"{_ranks(ranks)} {text}" for text, ranks in by_text.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "each of ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,99 @@
+"""What a thread of this process stands in, seen from another thread: a collective of torch, or anything else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+__all__ = ["Sample", "sample_thread"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+# Wrappers that add a frame below the one that says what is done.
+_TRANSPARENT = tuple(_TORCH + name for name in ("_ops.py", "utils/_contextlib.py", "distributed/c10d_logger.py"))
+# Files whose frames sit directly on a blocking call of c10d.
+_COLLECTIVE = tuple(
+    _TORCH + "distributed" + os.sep + name
+    for name in (
+        "distributed_c10d.py",
+        "_functional_collectives.py",
+        "fsdp/_fully_shard/_fsdp_collectives.py",
+        "fsdp/_fully_shard/_fsdp_param_group.py",
+        "fsdp/_fully_shard/_fsdp_param.py",
+    )
+)
+_FSDP = _TORCH + "distributed/fsdp/"
+_DTENSOR = _TORCH + "distributed/tensor/"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at a thread.
+
+    Attributes:
+        signature: Equal in two samples of a thread that has not run Python in between (the reverse does not hold).
+        operation: What kind of torch collective the thread stands in, ``None`` if in something else.
+        subject: The module FSDP2 works on, where that is known.
+        trail: ``file:line in function`` of the innermost frames outside of torch and this package, innermost first.
+    """
+
+    signature: tuple[tuple[int, int], ...]
+    operation: str | None
+    subject: str
+    trail: tuple[str, ...]
+
+
+def sample_thread(thread: int, *, depth: int = 2) -> Sample | None:
+    """Look at the thread with identifier ``thread``; ``None`` if it has ended."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return None
+    frames = list(_outwards(innermost))
+    operation = _operation(frames)
+    own = [frame for frame in frames if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE, "<"))]
+    return Sample(
+        signature=tuple((id(frame), frame.f_lasti) for frame in frames[:8]),
+        operation=operation,
+        subject=_fsdp_module(frames) if operation is not None else "",
+        trail=tuple(
+            f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in (own or frames)[:depth]
+        ),
+    )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _operation(frames: list[FrameType]) -> str | None:
+    """Name of the collective the innermost frames stand in, coarse enough to be equal on ranks that run the same one."""
+    inner = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_TRANSPARENT)), None)
+    if inner is None or not inner.f_code.co_filename.startswith(_COLLECTIVE):
+        return None
+    for frame in frames:
+        if frame.f_code.co_filename.startswith(_FSDP):
+            return _fsdp_operation(frames)
+        if frame.f_code.co_filename.startswith(_DTENSOR):
+            return "redistribution of a DTensor"
+    return f"torch.distributed.{inner.f_code.co_name}"
+
+
+def _fsdp_operation(frames: list[FrameType]) -> str:
+    names = {frame.f_code.co_name for frame in frames if frame.f_code.co_filename.startswith(_FSDP)}
+    return "FSDP2 gradient reduction" if names & {"post_backward", "foreach_reduce"} else "FSDP2 all-gather"
+
+
+def _fsdp_module(frames: list[FrameType]) -> str:
+    """Path of the module whose FSDP2 parameter group is on the stack. Reads the locals of a thread that stands still."""
+    for frame in frames:
+        if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
+            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            return str(name) if name else "the root module"
+    return ""

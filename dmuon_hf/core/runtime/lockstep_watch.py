@@ -1,0 +1,270 @@
+"""The daemon thread of :mod:`.lockstep`: looks at the main thread, compares positions in the store, acts on a proof."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import ConfigurationError
+from ..mesh import Topology
+from .lockstep_exit import guard_exit, unguard_exit
+from .lockstep_positions import Position, find_divergence
+from .lockstep_stack import Sample, sample_thread
+
+if TYPE_CHECKING:
+    from .lockstep import LockstepMonitor
+
+__all__ = ["LockstepWatch"]
+
+logger = logging.getLogger(__name__)
+
+_ABORT_VARIABLE = "DMUON_HANG_ABORT"
+_GRACE = 10.0
+_STORE_TIMEOUT = timedelta(seconds=5)
+# Ranks that compare everybody's positions; the others only read the verdict, so the store's load stays linear.
+_JUDGES = 4
+
+# How many runtimes were watched on each set of ranks: names the keys of one runtime in the store.
+_watched: dict[tuple[int, ...], int] = {}
+
+
+class LockstepWatch:
+    """Peers, store and thread of one monitor. Built by :meth:`start`."""
+
+    def __init__(self, monitor: LockstepMonitor, topology: Topology, store: Any, *, limit: float) -> None:
+        assert topology.flat_group is not None
+        self._monitor = weakref.ref(monitor)
+        self._rank = topology.flat_rank(topology.slot)
+        self._size = topology.size
+        self._follow_host = topology.device.type != "cpu"
+        self._store = store
+        self._world = weakref.ref(dist.group.WORLD)
+        self._pid = os.getpid()
+        self._limit = limit
+        self._tick = min(max(limit / 4, 1.0), 2.0)
+        self._abort = _abort()
+        self._stopped = threading.Event()
+        self._events = -1
+        self._still_since = time.monotonic()
+        self._sample: Sample | None = None
+        self._issued: dict[str, int] = {}
+        self._published: tuple[str, str] | None = None
+        self._named_at: float | None = None
+
+    @classmethod
+    def start(cls, monitor: LockstepMonitor, topology: Topology, *, limit: float) -> LockstepWatch | None:
+        """Publish a first position and start the thread; ``None`` where the store cannot be read from a thread."""
+        assert topology.flat_group is not None
+        if dist.get_backend(topology.flat_group) == "fake":
+            return None
+        store = _own_store(topology.flat_group)
+        if store is None:
+            return None
+        watch = cls(monitor, topology, store, limit=limit)
+        watch._publish(watch._position("busy", "setting up"))
+        # Threads of the runtime hold it weakly: a model that is dropped ends its watch at once.
+        weakref.finalize(monitor, watch.stop)
+        thread = threading.Thread(target=watch._run, name=f"dmuon-lockstep-{watch._rank}", daemon=True)
+        thread.start()
+        guard_exit(watch)
+        return watch
+
+    def stop(self) -> None:
+        """End the thread at its next wake-up, which is now. From any thread, also while the interpreter ends."""
+        self._stopped.set()
+        unguard_exit(self)
+
+    # -- called by the main thread ------------------------------------------------------------------------------------
+
+    def arrive(self, meeting: int) -> Callable[[], bool]:
+        """Count this rank in at a meeting; the result says whether everybody has come."""
+        store, key = self._store, f"meeting/{meeting}"
+        if store.add(key, 1) == self._size:
+            store.set(f"{key}/complete", "1")
+        return lambda: bool(store.check([f"{key}/complete"]))
+
+    def leave(self, what: str, *, raised: bool) -> bool:
+        """Tell the others that this process ends; whether it has to end although collectives are stuck."""
+        monitor = self._monitor()
+        if monitor is None or self._stopped.is_set() or os.getpid() != self._pid:
+            return False
+        self._stopped.set()
+        with contextlib.suppress(RuntimeError):
+            self._publish(self._position("ended", what, raised=raised))
+        return raised or monitor.verdict is not None
+
+    def ended(self) -> list[Position]:
+        """The ranks that have said that they ended."""
+        try:
+            return [position for position in self._positions() if position.state == "ended"]
+        except RuntimeError:
+            return []
+
+    def difference(self) -> str | None:
+        """How the ranks' records differ. Every rank calls it; waits a few seconds for late ones."""
+        with contextlib.suppress(RuntimeError):
+            position = self._position("waits", "the comparison of what was issued", own=True)
+            self._store.set(f"compared/{self._rank}", position.to_json())
+            keys = [f"compared/{rank}" for rank in range(self._size)]
+            return find_divergence([Position.from_json(t) for t in self._store.multi_get(keys)], limit=self._limit)
+        return None
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._tick):
+            monitor = self._monitor()
+            if monitor is None or self._world() is not dist.group.WORLD:
+                break
+            try:
+                self._look(monitor)
+            except RuntimeError as error:
+                # The store went away: with the rank that hosts it, or at the end of the job.
+                logger.debug("the lockstep monitor ends, its store is gone: %s", error)
+                break
+            del monitor
+        self._store = None
+
+    def _look(self, monitor: LockstepMonitor) -> None:
+        if not self._is_still(monitor):
+            if self._published is not None:
+                self._publish(self._position("busy", "training"))
+                self._published = self._named_at = None
+            return
+        waiting = self._waiting_for(monitor)
+        still = time.monotonic() - self._still_since
+        if waiting is None or still < self._limit:
+            if waiting is not None:
+                self._read_verdict(monitor)
+            return
+        what, own = waiting
+        position = self._position("waits", what, own=own, seconds=still)
+        if self._published != (what, str(position.issued)) or still > 3 * self._limit:
+            self._publish(position)
+            self._published = (what, str(position.issued))
+        self._read_verdict(monitor)
+        if monitor.verdict is None and self._rank < _JUDGES:
+            verdict = find_divergence(self._positions(), limit=self._limit)
+            if verdict is not None:
+                self._store.set("verdict", verdict)
+                monitor.verdict = verdict
+        if monitor.verdict is not None and not own:
+            self._end_process(monitor.verdict)
+
+    def _is_still(self, monitor: LockstepMonitor) -> bool:
+        """Whether the rank has issued nothing, and its thread stands where it stood, since the last look."""
+        issued, events = _issued(), monitor.events
+        sample = None if monitor.waiting_for else sample_thread(monitor.thread)
+        same = (
+            events == self._events
+            and issued == self._issued
+            and (sample is None) == (self._sample is None)
+            and (sample is None or self._sample is None or sample.signature == self._sample.signature)
+        )
+        self._events, self._issued, self._sample = events, issued, sample
+        if not same:
+            self._still_since = time.monotonic()
+        return same
+
+    def _waiting_for(self, monitor: LockstepMonitor) -> tuple[str, bool] | None:
+        """What collective this rank stands in and whether it is the runtime's own; ``None`` if it is busy."""
+        if monitor.waiting_for:
+            return monitor.waiting_for, True
+        sample = self._sample
+        if sample is None:
+            return None
+        if sample.operation is not None:
+            return sample.operation + (f" of {sample.subject}" if sample.subject else ""), False
+        # An accelerator's host waits for collectives in calls that look like any other.
+        return ("a call that has not returned", False) if self._follow_host else None
+
+    def _read_verdict(self, monitor: LockstepMonitor) -> None:
+        if monitor.verdict is None and self._store.check(["verdict"]):
+            monitor.verdict = self._store.get("verdict").decode()
+
+    def _end_process(self, verdict: str) -> None:
+        """Say it at once; end the process if the main thread still stands there after the grace period."""
+        now = time.monotonic()
+        if self._named_at is None:
+            self._named_at = now
+            logger.error("rank %d: %s", self._rank, verdict)
+        if not self._abort or now - self._named_at < _GRACE:
+            return
+        message = (
+            f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that cannot be "
+            f"woken, so this process ends now ({_ABORT_VARIABLE}=0 leaves it).\n"
+        )
+        sys.stderr.write(message)
+        sys.stderr.flush()
+        os._exit(1)
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    def _position(self, state: Any, what: str, *, own: bool = False, seconds: float = 0.0, raised: bool = False) -> Position:
+        monitor = self._monitor()
+        assert monitor is not None
+        return Position(
+            rank=self._rank,
+            state=state,
+            what=what,
+            step=monitor.step,
+            seconds=round(seconds, 1),
+            own=own,
+            raised=raised,
+            issued={**_issued(), "of meetings": monitor.meetings},
+            record=monitor.record(),
+            trail=self._sample.trail if self._sample is not None else (),
+        )
+
+    def _publish(self, position: Position) -> None:
+        self._store.set(f"position/{self._rank}", position.to_json())
+
+    def _positions(self) -> Sequence[Position]:
+        texts = self._store.multi_get([f"position/{rank}" for rank in range(self._size)])
+        return [Position.from_json(text) for text in texts]
+
+
+def _own_store(group: ProcessGroup) -> Any | None:
+    """A connection of its own to the job's store, under keys that only this runtime on these ranks uses."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    number = _watched[ranks] = _watched.get(ranks, 0) + 1
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        own = store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(_STORE_TIMEOUT)
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        logger.warning("the lockstep monitor is off: %s cannot be used from a second thread (%s)", type(store).__name__, error)
+        return None
+    return dist.PrefixStore(f"dmuon_lockstep/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{number}/", own)
+
+
+def _issued() -> dict[str, int]:
+    """Collectives issued so far by this rank, by process group, of every group it is in."""
+    counts: dict[str, int] = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        with contextlib.suppress(RuntimeError):
+            counts[_label(group, name)] = group._get_sequence_number_for_group()
+    return counts
+
+
+def _label(group: ProcessGroup, name: str) -> str:
+    description = group.group_desc
+    return f"{name} ({description})" if description and description != "undefined" else name
+
+
+def _abort() -> bool:
+    text = os.environ.get(_ABORT_VARIABLE, "1").strip()
+    if text not in ("0", "1"):
+        raise ConfigurationError(f"{_ABORT_VARIABLE} must be 0 or 1, got {text!r}")
+    return text == "1"
