@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ def _multiplies_bfloat16() -> bool:
 class NewtonSchulzProbe:
     """Newton-Schulz that notes its calls and times them, so that they can be repeated without the step around them."""
 
-    def __init__(self, inner: dmuon.NewtonSchulz, clock: Any) -> None:
+    def __init__(self, inner: dmuon.NewtonSchulz, clock: Callable[[], float]) -> None:
         self._inner = inner
         self._clock = clock
         self._calls: list[tuple[Tensor, int | None]] = []
@@ -132,7 +132,7 @@ def batch_of(rank: int, step: int) -> Tensor:
     return torch.randint(0, _VOCABULARY, BATCH, generator=generator)
 
 
-def build(name: str, world: int, *, clock: Any) -> Contender:
+def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
     """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz."""
     mode = MODES[name]
     model = _make_model()

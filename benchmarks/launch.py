@@ -7,9 +7,11 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
                 process.start()
                 # This process's copy, so that the death of the rank closes the pipe.
                 sender.close()
-            return [_result(rank, receiver, timeout) for rank, (receiver, _) in enumerate(pipes)]
+            return _collect([receiver for receiver, _ in pipes], timeout)
         finally:
             for process in processes:
                 if process.pid is not None:
@@ -58,16 +60,25 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
                     process.join(10)
 
 
-def _result(rank: int, receiver: Connection, timeout: float) -> Any:
-    if not receiver.poll(timeout):
-        raise TimeoutError(f"rank {rank} gave no result within {timeout:.0f} s")
-    try:
-        failure, value = receiver.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} died without a result") from None
-    if failure is not None:
-        raise RuntimeError(f"rank {rank} failed:\n{failure}")
-    return value
+def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
+    """The ranks' results; the first failure counts, since those of other ranks mostly follow from it."""
+    results: list[Any] = [None] * len(receivers)
+    missing = {receiver: rank for rank, receiver in enumerate(receivers)}
+    deadline = time.monotonic() + timeout
+    while missing:
+        ready = connection.wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(missing.values())} gave no result within {timeout:.0f} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = missing.pop(receiver)
+            try:
+                failure, results[rank] = receiver.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a result") from None
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} failed:\n{failure}")
+    return results
 
 
 def _rank_main(

@@ -53,11 +53,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     except ImportError:
         _print_plain(title, columns, rows)
         return
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    print(f"\n{title}")
     # A pipe has no width; the table keeps its own there.
     console = Console(markup=False) if sys.stdout.isatty() else Console(width=160, markup=False)
     console.print(table)

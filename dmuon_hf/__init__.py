@@ -3,8 +3,8 @@
     trainer = Trainer(model=model, args=args, train_dataset=data, optimizers=dmuon_hf.create())
 
 Names are loaded on first use, so that `dmuon_hf.core` needs torch only. The hooks into accelerate and transformers
-(`dmuon_hf.hooks`) are installed by the first use of a name that needs them, or at once in a process that was launched for
-FSDP, where accelerate must see them before it sets up its state.
+(`dmuon_hf.hooks`) are installed by the first use of a name that needs them, or at once in a process that was launched
+for FSDP, where accelerate must see them before it sets up its state.
 """
 
 from __future__ import annotations

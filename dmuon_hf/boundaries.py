@@ -1,10 +1,10 @@
 """Hook boundaries: the module whose forward makes the matrices below it whole.
 
 A boundary is a transformer block. It has to be a module that FSDP2 wraps too, so that both gather and release their
-weights together. accelerate wraps the classes named by the plugin's `transformer_cls_names_to_wrap`, else by the model's
-`_no_split_modules`; the same names decide here. Models that name no block class fall back on `layers.N`, `blocks.N`,
-`h.N`, `block.N`, then on the outermost item of any `ModuleList`. Modules, not names, are the keys: encoder block 0 and
-decoder block 0 are two boundaries.
+weights together. accelerate wraps the classes named by the plugin's `transformer_cls_names_to_wrap`, else by the
+model's `_no_split_modules`; the same names decide here. Models that name no block class fall back on `layers.N`,
+`blocks.N`, `h.N`, `block.N`, then on the outermost item of any `ModuleList`. Modules, not names, are the keys:
+encoder block 0 and decoder block 0 are two boundaries.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def block_class_names(model: nn.Module) -> tuple[str, ...]:
 class HookBoundaries:
     """Maps parameter names of one model to the block that contains them.
 
-    Usable as `hook_boundary_resolver=` of `dedicate_params`. It reads the module tree once, at construction; wrappers put
-    in later (activation checkpointing, FSDP) do not move the boundaries. Local: no communication.
+    Usable as `hook_boundary_resolver=` of `dedicate_params`. It reads the module tree once, at construction; wrappers
+    put in later (activation checkpointing, FSDP) do not move the boundaries. Local: no communication.
     """
 
     def __init__(self, model: nn.Module, block_classes: Iterable[str] | None = None) -> None:
@@ -44,8 +44,8 @@ class HookBoundaries:
         }
         if classes and block_classes is not None and not self._blocks:
             raise ConfigurationError(
-                f"none of the block classes {list(classes)} occurs in {type(model).__name__}; name classes of the model, "
-                "or leave transformer_cls_names_to_wrap unset to use the model's own"
+                f"none of the block classes {list(classes)} occurs in {type(model).__name__}; name classes of the "
+                "model, or leave transformer_cls_names_to_wrap unset to use the model's own"
             )
 
     def block_name(self, parameter_name: str) -> str | None:

@@ -30,13 +30,13 @@ def check_model(model: nn.Module) -> None:
     """Refuse models whose weights Muon cannot own: quantised, already sharded, wrapped, or with adapters."""
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigurationError(
-            "this model was sharded while transformers loaded it (DistributedConfig). Load it without distributed_config "
-            "and let accelerate shard it: " + _USE_FSDP2
+            "this model was sharded while transformers loaded it (DistributedConfig). Load it without "
+            "distributed_config and let accelerate shard it: " + _USE_FSDP2
         )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ConfigurationError(
-            "this model is quantised: its weights cannot take Muon updates. Load it without quantization_config, or call "
-            "dequantize() first and then drop config.quantization_config and hf_quantizer"
+            "this model is quantised: its weights cannot take Muon updates. Load it without quantization_config, or "
+            "call dequantize() first and then drop config.quantization_config and hf_quantizer"
         )
     if getattr(model, "peft_config", None):
         raise NotImplementedError(
@@ -67,8 +67,8 @@ def check_training_arguments(args: Any) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if not optimizer.startswith("adamw_torch"):
         raise ConfigurationError(
-            f"optim={optimizer!r} has no effect beside dmuon_hf.create(); leave optim at its default (AdamW updates the "
-            "weights that Muon does not)"
+            f"optim={optimizer!r} has no effect beside dmuon_hf.create(); leave optim at its default (AdamW updates "
+            "the weights that Muon does not)"
         )
     for name in ("optim_args", "optim_target_modules"):
         if getattr(args, name, None):
@@ -109,7 +109,7 @@ def _check_alone() -> None:
     launched = max(int(os.environ.get("WORLD_SIZE", "1")), world)
     if launched > 1:
         raise ConfigurationError(
-            f"{launched} processes were launched but accelerate runs each of them alone, so every one would train its own "
-            "unsynchronised copy. Import dmuon_hf before the first Accelerator or TrainingArguments is made; on CPU "
-            "launch with FSDP2 (see accelerate_configs/dmuon_cpu_fsdp2.yaml)"
+            f"{launched} processes were launched but accelerate runs each of them alone, so every one would train "
+            "its own unsynchronised copy. Import dmuon_hf before the first Accelerator or TrainingArguments is made; "
+            "on CPU launch with FSDP2 (see accelerate_configs/dmuon_cpu_fsdp2.yaml)"
         )

@@ -1,13 +1,14 @@
 """FSDP2 on CPU under accelerate.
 
 accelerate turns only GPU-like launches into FSDP. On a CPU machine the same configuration becomes replicated data
-parallel, or, under the FSDP launcher, processes that never talk to each other; both run to the end without a word. These
-two hooks make it FSDP2 over gloo. They act when FSDP was requested (`ACCELERATE_USE_FSDP`, or an `fsdp_plugin`) and the
-processes run on CPU, and in no other case.
+parallel, or, under the FSDP launcher, processes that never talk to each other; both run to the end without a word.
+These two hooks make it FSDP2 over gloo. They act when FSDP was requested (`ACCELERATE_USE_FSDP`, or an `fsdp_plugin`)
+and the processes run on CPU, and in no other case.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +37,15 @@ def partial_state_init(original: Callable[..., None], state: Any, cpu: bool = Fa
 
 def accelerator_state_init(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
     """`AcceleratorState.__init__`: let a CPU launch that asked for FSDP2 take the FSDP path."""
-    plugin = kwargs.get("fsdp_plugin")
+    given = inspect.signature(original).bind(state, *args, **kwargs).arguments
+    plugin = given.get("fsdp_plugin")
     if plugin is None or state._shared_state.get("_mixed_precision") is not None:
         original(state, *args, **kwargs)
         return
     shared = PartialState._shared_state
     if not shared:
-        cpu = kwargs.get("cpu", False) or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-        PartialState(cpu)
+        cpu = given.get("cpu", False) or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+        PartialState(cpu, **given.get("kwargs", {}))
     if shared.get("distributed_type") != DistributedType.MULTI_CPU:
         original(state, *args, **kwargs)
         return

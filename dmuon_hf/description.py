@@ -21,8 +21,9 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """Table of every parameter: route, group, learning rate, weight decay, logical matrices, owner and reason.
 
     Local: any rank may call it, and all get the same text. Without an optimizer, or before `accelerator.prepare`, the
-    columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row; their
-    owners are listed as `shard` or `shard/replicate` coordinates. The learning rate is the one before any schedule.
+    columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row;
+    their owners are listed as `shard` or `shard/replicate` coordinates. The learning rate is the one before any
+    schedule.
 
     Args:
         model: the model, before or after it is prepared.

@@ -1,7 +1,7 @@
 """Making a Muon optimizer for a model that Trainer or Accelerate will prepare.
 
-`create()` is for `Trainer(optimizers=...)`: it returns a description, from which the Trainer builds the optimizer when it
-has model and arguments. `create_optimizer()` builds one at once, for `accelerator.prepare(model, optimizer)`.
+`create()` is for `Trainer(optimizers=...)`: it returns a description, from which the Trainer builds the optimizer
+when it has model and arguments. `create_optimizer()` builds one at once, for `accelerator.prepare(model, optimizer)`.
 
 Building it gives each matrix its owner, on the mesh that accelerate has set up. `accelerator.prepare` then shards the
 rest of the model and rebinds the optimizer to the result (`dmuon_hf.prepare`).
@@ -88,7 +88,7 @@ class _Unbuilt:
         return f"<{self._role} of dmuon_hf.create(), not built>"
 
 
-class DMuonOptimizers(tuple[Any, Any]):
+class DMuonOptimizers(tuple[Any, Any]):  # noqa: SLOT001 - a tuple with attributes cannot have slots
     """What `create` returns: a pair that only `Trainer(optimizers=...)` understands. Its elements raise on any use."""
 
     options: DMuonOptions
@@ -110,8 +110,9 @@ class DMuonOptimizers(tuple[Any, Any]):
 def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuonOptimizers:
     """Muon for a Trainer: `Trainer(model=model, args=args, ..., optimizers=dmuon_hf.create())`.
 
-    Learning rate, weight decay, Adam betas and epsilon come from the Trainer's arguments, and so do the names that are not
-    decayed and the scheduler. With the default `lr_scale`, the learning rate that suits AdamW suits Muon as well.
+    Learning rate, weight decay, Adam betas and epsilon come from the Trainer's arguments, and so do the names that
+    are not decayed and the scheduler. With the default `lr_scale`, the learning rate that suits AdamW suits Muon as
+    well.
 
     Args:
         scheduler: `(optimizer, num_training_steps) -> LRScheduler`, instead of `lr_scheduler_type`.
@@ -144,9 +145,9 @@ def create_optimizer(
     decay_names: Collection[str] | None = None,
     **options: Any,
 ) -> dmuon.Muon:
-    """Dedicate `model` and build its optimizer, between making the Accelerator and `accelerator.prepare(model, optimizer)`.
+    """Dedicate `model` and build its optimizer.
 
-    Collective: call it on every rank.
+    Collective: every rank calls it, after the Accelerator is made and before `accelerator.prepare(model, optimizer)`.
 
     Args:
         model: the whole model, not yet sharded.
@@ -208,8 +209,8 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> None:
     if runtime_of(model) is not None:
         if options.predicate is not None or options.routes is not None:
             raise ConfigurationError(
-                "the model already has dedicated parameters, so predicate= and routes= would have no effect: leave them "
-                "out, or leave the dedication to this call"
+                "the model already has dedicated parameters, so predicate= and routes= would have no effect: leave "
+                "them out, or leave the dedication to this call"
             )
         return
     specs = muon_specs(routes(model, predicate=options.predicate, overrides=options.routes))

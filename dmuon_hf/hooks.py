@@ -1,18 +1,18 @@
 """Every hook into accelerate and transformers.
 
-| Hooked                               | Tested with                          | What it adds                                    |
-|--------------------------------------|--------------------------------------|-------------------------------------------------|
-| `PartialState.__init__`              | accelerate >=1.15,<2                 | FSDP processes on a machine without accelerator |
-| `AcceleratorState.__init__`          | accelerate >=1.15,<2                 | FSDP2 on CPU is FSDP2, not DDP                  |
-| `Accelerator.prepare`                | accelerate >=1.15,<2                 | launch checks; a second prepare is a no-op      |
-| `Accelerator._prepare_fsdp2`         | accelerate >=1.15,<2                 | dedication of Muon weights                      |
-| `Accelerator.get_state_dict`         | accelerate >=1.15,<2                 | finished, tied tensors                          |
-| `Trainer.__init__`                   | transformers >=5.24,<6               | `optimizers=dmuon_hf.create(...)`               |
-| `Trainer.create_scheduler`           | transformers >=5.24,<6               | `create(scheduler=...)`                         |
+| Hooked                       | Range                  | What it adds                                       |
+|------------------------------|------------------------|----------------------------------------------------|
+| `PartialState.__init__`      | accelerate >=1.15,<2   | FSDP processes on a machine without an accelerator |
+| `AcceleratorState.__init__`  | accelerate >=1.15,<2   | FSDP2 on CPU is FSDP2, not DDP                     |
+| `Accelerator.prepare`        | accelerate >=1.15,<2   | launch checks; a second prepare of the same model  |
+| `Accelerator._prepare_fsdp2` | accelerate >=1.15,<2   | dedicated weights stay out; the optimizer rebinds  |
+| `Accelerator.get_state_dict` | accelerate >=1.15,<2   | finished tensors, tied names                       |
+| `Trainer.__init__`           | transformers >=5.24,<6 | `optimizers=dmuon_hf.create(...)`                  |
+| `Trainer.create_scheduler`   | transformers >=5.24,<6 | `create(scheduler=...)`                            |
 
-Each hook calls the original unchanged when no DMuon optimizer, model or plugin is involved; the two state hooks act only
-where FSDP2 was asked for on CPU, which accelerate alone would quietly run as something else. `uninstall()` puts the
-originals back.
+`compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
+DMuon optimizer, model or plugin is involved; the two state hooks act only where FSDP2 was asked for on CPU, which
+accelerate alone would quietly run as something else. `uninstall()` puts the originals back.
 """
 
 from __future__ import annotations

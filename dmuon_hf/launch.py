@@ -24,8 +24,8 @@ __all__ = ["Launch", "current_launch"]
 class Launch:
     """Where and how to dedicate. The default is one process, where parameters stay whole.
 
-    `block_classes`: class names that FSDP2 wraps, or None for the model's own. `source_rank`: the data-parallel rank that
-    alone has loaded the weights, or None when all have.
+    `block_classes`: class names that FSDP2 wraps, or None for the model's own. `source_rank`: the data-parallel rank
+    that alone has loaded the weights, or None when all have.
     """
 
     shard_mesh: DeviceMesh | None = None
@@ -56,8 +56,8 @@ def current_launch() -> Launch:
     """The launch that accelerate has set up in this process. Collective the first time without a parallelism config.
 
     Raises:
-        ConfigurationError: several processes without an `Accelerator` (or a Trainer, which makes one), or an unsupported
-            launch mode.
+        ConfigurationError: several processes without an `Accelerator` (or a Trainer, which makes one), or an
+            unsupported launch mode.
         NotImplementedError: a launch mode that is not built.
     """
     from accelerate.state import AcceleratorState
@@ -65,8 +65,8 @@ def current_launch() -> Launch:
     if not AcceleratorState._shared_state:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigurationError(
-                "several processes were launched, but there is no Accelerator yet to say how they share the model: make "
-                "the Accelerator first, then the optimizer"
+                "several processes were launched, but there is no Accelerator yet to say how they share the model: "
+                "make the Accelerator first, then the optimizer"
             )
         return Launch()
     state = AcceleratorState()
@@ -91,7 +91,7 @@ def current_launch() -> Launch:
 
 
 def _meshes(state: Any) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The shard and the replicate mesh that accelerate uses for FSDP2; without a parallelism config, all ranks shard."""
+    """The shard and the replicate mesh of accelerate's FSDP2; without a parallelism config, all ranks shard."""
     mesh = state.device_mesh
     if mesh is None:
         world = torch.distributed.get_world_size()

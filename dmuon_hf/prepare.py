@@ -1,8 +1,8 @@
 """What the hooks on `Accelerator` do: shard the rest of a model whose Muon weights have owners.
 
-accelerate's own preparation must not see dedicated parameters: it would shard them, move them to meta, and map optimizer
-parameters by `data_ptr`, which is 0 for every empty one. So they are taken out of the modules while it runs, and the
-optimizer is bound to the result by name afterwards.
+accelerate's own preparation must not see dedicated parameters: it would shard them, move them to meta, and map
+optimizer parameters by `data_ptr`, which is 0 for every empty one. So they are taken out of the modules while it
+runs, and the optimizer is bound to the result by name afterwards.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _check_dedicated(accelerator: Any, model: nn.Module) -> None:
         raise ConfigurationError("the optimizer belongs to another model than the one passed to accelerator.prepare")
     if not runtime.topology.is_distributed:
         raise ConfigurationError(
-            "the optimizer was built for one process: make the Accelerator first, then dmuon_hf.create_optimizer(model, ...)"
+            "the optimizer was built for one process: make the Accelerator first, then "
+            "dmuon_hf.create_optimizer(model, ...)"
         )
     config = accelerator.parallelism_config
     replicas = 1 if config is None else config.dp_replicate_size
@@ -125,7 +126,8 @@ def _check_dedicated(accelerator: Any, model: nn.Module) -> None:
     found = (runtime.topology.shard_size, runtime.topology.replicate_size)
     if found != wanted:
         raise ConfigurationError(
-            f"the model is dedicated over (shards, replicas) = {found}, but accelerate shards over {wanted}: use one mesh"
+            f"the model is dedicated over (shards, replicas) = {found}, but accelerate shards over "
+            f"{wanted}: use one mesh"
         )
 
 

@@ -2,14 +2,14 @@
 
 The route follows from the role of a parameter: the type of its module, its place in the model and the preset of its
 family (`families.py`), never from its number of dimensions or from its name alone. Muon takes the weights of linear
-layers inside transformer blocks. AdamW takes embeddings, output heads, whatever lies outside the blocks, routers, norms,
-biases, vectors and, in this release, stacks of experts.
+layers inside transformer blocks. AdamW takes embeddings, output heads, whatever lies outside the blocks, routers,
+norms, biases, vectors and, in this release, stacks of experts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
@@ -21,7 +21,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.families import PRESETS, rule_for
 
-__all__ = ["Route", "RouteName", "routes"]
+__all__ = ["Route", "RouteName", "muon_specs", "routes"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ _FUSED_NAMES = frozenset(
 class Route:
     """How one parameter is updated.
 
-    `route` is `"muon"`, `"adamw"` or `"frozen"`; `spec` says which logical `(out, in)` matrices a Muon weight holds (None
-    on the other routes); `reason` is one clause for people.
+    `route` is `"muon"`, `"adamw"` or `"frozen"`; `spec` says which logical `(out, in)` matrices a Muon weight holds
+    (None on the other routes); `reason` is one clause for people.
     """
 
     route: RouteName
@@ -132,8 +132,8 @@ class _Context:
             raise ConfigurationError(f"{source} sends {name!r} to {target!r}; choose 'muon' or 'adamw'")
         if parameter.ndim != 2 or min(parameter.shape) == 1:
             raise ConfigurationError(
-                f"{source} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which updates matrices with at least "
-                "two rows and two columns; route it to 'adamw'"
+                f"{source} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which updates matrices with at "
+                "least two rows and two columns; route it to 'adamw'"
             )
         return Route("muon", self._spec(name, parameter), source)
 
@@ -145,7 +145,8 @@ class _Context:
         fused = [name for name in self._unknown_fused if table[name].route == "muon"]
         if fused:
             logger.warning(
-                "%d weights look fused but their layout is not known here; each is orthogonalised as one matrix, first %s",
+                "%d weights look fused but their layout is not known here; each is orthogonalised as one matrix, "
+                "first %s",
                 len(fused),
                 fused[0],
             )
@@ -220,8 +221,3 @@ def _is_conv1d(module: nn.Module) -> bool:
 def muon_specs(table: Mapping[str, Route]) -> dict[str, MatrixSpec]:
     """The Muon part of a routing table: canonical name -> layout."""
     return {name: cast(MatrixSpec, route.spec) for name, route in table.items() if route.route == "muon"}
-
-
-def iter_route(table: Mapping[str, Route], route: RouteName) -> Iterator[str]:
-    """Names on one route, in table order."""
-    return (name for name, entry in table.items() if entry.route == route)

@@ -2,8 +2,8 @@
 
     python recipes/check_export.py DIRECTORY REFERENCE.safetensors [--prompt TEXT]
 
-REFERENCE holds `input_ids` (1, length) and the `logits` (1, length, vocabulary) that the trained model gave for them. Ends
-with status 1 if the reopened model gives other logits. Then the model continues a prompt.
+REFERENCE holds `input_ids` (1, length) and the `logits` (1, length, vocabulary) that the trained model gave for them.
+Ends with status 1 if the reopened model gives other logits. Then the model continues a prompt.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def main() -> int:
         logits = model(input_ids=reference["input_ids"]).logits.float()
     difference = (logits - reference["logits"]).abs().max().item()
     equal = difference <= options.tolerance
-    print(
-        f"reopened {options.directory}: largest difference of a logit {difference:.2e} ({'equal' if equal else 'DIFFERENT'})"
-    )
+    verdict = "equal" if equal else "DIFFERENT"
+    print(f"reopened {options.directory}: largest difference of a logit {difference:.2e} ({verdict})")
     if options.prompt is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.directory)
         inputs = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)

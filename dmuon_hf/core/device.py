@@ -6,6 +6,7 @@ accelerator a collective is ordered by events on side streams and the host never
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,15 @@ __all__ = ["DeviceHandle", "device_of_mesh"]
 
 
 class DeviceHandle:
-    """Access to the streams and events of one device."""
+    """Access to the streams and events of one device.
+
+    Attributes:
+        host_wait: How the host waits for a work handle of the CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.host_wait: Callable[[Any], object] = _wait
 
     @property
     def _module(self) -> ModuleType:
@@ -45,6 +51,10 @@ class DeviceHandle:
 
     def record_event(self, stream: Any) -> Any:
         return stream.record_event()
+
+
+def _wait(work: Any) -> None:
+    work.wait()
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

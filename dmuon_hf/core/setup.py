@@ -120,6 +120,19 @@ def dedicate_params(
         param_policy=(param_policy, None),
         param_policy_fn=(param_policy_fn, None),
     )
+    if mesh is None:
+        _refuse_without_effect(
+            "in one process without a mesh",
+            compute_dtype=compute_dtype,
+            master_dtype=master_dtype,
+            source_rank=source_rank,
+        )
+    if replicate_mesh is None:
+        _refuse_without_effect(
+            "without replicate_mesh",
+            hsdp_column_balance=hsdp_column_balance,
+            delay_stage2_to_optimizer=None if delay_stage2_to_optimizer else False,
+        )
     if runtime_of(model) is not None:
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
@@ -183,6 +196,12 @@ def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
             raise NotImplementedError(
                 f"dedicate_params({name}=...) belongs to a mode that is not built: leave it at {default!r}"
             )
+
+
+def _refuse_without_effect(where: str, **arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigurationError(f"dedicate_params({name}={value!r}) has no effect {where}: leave it out")
 
 
 def _select(
@@ -272,7 +291,7 @@ def _topology(
 
 def _compare_plans(plan: Plan, topology: Topology) -> None:
     """Refuse to start when the ranks would communicate differently."""
-    if topology.flat_group is None or topology.size == 1:
+    if topology.flat_group is None or topology.size == 1 or dist.get_backend(topology.flat_group) == "fake":
         return
     digests: list[str | None] = [None] * topology.size
     dist.all_gather_object(digests, plan.digest(), group=topology.flat_group)

@@ -25,6 +25,7 @@ from dmuon_hf.core.runtime import OwnedTensor
 from dmuon_hf.core.runtime.state_dict_shim import install_state_dict_shim
 from tests.distributed.checkpoint_models import Layout, assert_close, build, single_run, train
 from tests.harness import run_ranks
+from tests.harness.faults import die
 from tests.harness.models import tiny_llama
 
 Stage = tuple[int, Layout]
@@ -123,6 +124,31 @@ def gathered_formats(rank: int, world: int) -> None:
 
 def test_whole_state_equals_what_torch_gathers() -> None:
     run_ranks(gathered_formats, 2)
+
+
+class DyingWriter(dcp.FileSystemWriter):
+    """A writer whose process is killed while it writes."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        die()
+
+
+def killed_in_save(rank: int, world: int, complete: str, interrupted: str) -> None:
+    model, optimizer = build("uneven", "fsdp", world, seed=1)
+    train("uneven", model, optimizer, rank, world, range(1))
+    dcp.save(sharded(model, optimizer), checkpoint_id=complete)
+    train("uneven", model, optimizer, rank, world, range(1, 2))
+    writer = DyingWriter(interrupted) if rank == 1 else dcp.FileSystemWriter(interrupted)
+    dcp.save(sharded(model, optimizer), storage_writer=writer)
+
+
+def test_kill_of_a_rank_in_a_save_leaves_the_last_checkpoint_loadable(tmp_path: Path) -> None:
+    complete, interrupted = tmp_path / "1", tmp_path / "2"
+    outcomes = run_ranks(killed_in_save, 2, str(complete), str(interrupted), expect_failure=True)
+    assert outcomes[1].exit_code == -9
+    assert (complete / ".metadata").exists() and not (interrupted / ".metadata").exists()
+    result = run_ranks(next_stage, 2, "uneven", "fsdp", 1, str(complete), str(tmp_path / "3"))[0]
+    assert_close(result, whole(*single_run("uneven", range(2))))
 
 
 def flattened_round_trip(rank: int, world: int, file: str) -> Any:

@@ -65,6 +65,7 @@ def build_runtime(
         options: See :class:`RuntimeOptions`.
     """
     context = DedicatedCommContext(topology.device, topology.replicate_group)
+    context.monitor.start(topology)
     if topology.is_distributed:
         _check_dtypes(plan, options)
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}

@@ -37,7 +37,7 @@ class InFlight:
         """Order the current stream (CPU: the host) after the batch. Safe to call twice."""
         works, self._works = self._works, []
         for work in works:
-            work.wait()
+            self._device.host_wait(work)
         if self._event is not None:
             self._device.current_stream().wait_event(self._event)
             self._event = None

@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..device import DeviceHandle
+from .lockstep import LockstepMonitor
 
 __all__ = ["DedicatedCommContext"]
 
@@ -21,6 +22,7 @@ class DedicatedCommContext:
         replicate_reduce_stream: Second stage of the HSDP gradient reduction. Apart from the publish, so that a large
             reduction does not stand in front of the weights the next forward waits for.
         replicate_broadcast_stream: Publish of updated weights over the replicate dimension.
+        monitor: Notes what this rank issues and waits for; raises when the ranks have diverged.
         replicate_group: Group over the replicate dimension, ``None`` on a 1-D mesh.
 
     On the CPU the streams are no-ops. Normally built by :func:`dmuon_hf.core.dedicate_params`.
@@ -38,7 +40,9 @@ class DedicatedCommContext:
             raise NotImplementedError("tp_buffer_reuse belongs to tensor parallelism, which is not built")
         if replicate_broadcast_bucket_mb != 0.0:
             raise NotImplementedError("replicate_broadcast_bucket_mb: only 0 (one publish per unit) is built")
+        self.monitor = LockstepMonitor()
         self.device = DeviceHandle(device)
+        self.device.host_wait = self.monitor.wait
         self.replicate_group = replicate_group
         self.broadcast_stream: Any = self.device.new_stream(high_priority=True)
         self.reduce_stream: Any = self.device.new_stream(high_priority=True)

@@ -40,6 +40,7 @@ _DIGEST_BITS = 48
 # fp32 holds integers of this many bits exactly.
 _WORD_BITS = 24
 _WORD_MASK = (1 << _WORD_BITS) - 1
+# Below every word and its negative.
 _ABSENT = -float(1 << (_WORD_BITS + 1))
 
 
@@ -127,8 +128,9 @@ class LockstepMonitor:
             return
         self._topology = topology
         replica = f" in replica {topology.replicate_rank}" if topology.is_hsdp else ""
+        column = f" in column {topology.shard_rank}" if topology.is_hsdp else ""
         self._scopes[Collective.GATHER] += replica
-        self._scopes[Collective.PUBLISH] += f" in column {topology.shard_rank}"
+        self._scopes[Collective.PUBLISH] += column
         if limit > 0:
             self._watch = LockstepWatch.start(self, topology, limit=limit)
 
@@ -180,50 +182,55 @@ class LockstepMonitor:
         if self.verdict is not None:
             raise LockstepError(self.verdict)
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str) -> bool:
         """Return when every data-parallel rank has called this for ``what``, however late.
 
         Costs round trips to the rendezvous store and touches no process group. For calls that user code may have put
-        behind ``if rank == 0``. Does nothing where the monitor is off.
+        behind ``if rank == 0``.
+
+        Returns:
+            Whether the ranks met: false where the monitor is off, or there is one rank.
 
         Raises:
             LockstepError: Some rank is waiting for another collective, so that it will never come; or it came for
                 another call.
         """
-        if self._watch is None:
-            return
+        if self._watch is None or not self._watch.is_running:
+            return False
         self._meetings += 1
-        self.issue(Collective.CONTROL, what, hash_text(what))
+        self.issue(Collective.CONTROL, what, 0)
         with self.at(what):
-            arrived = self._watch.arrive(self._meetings)
+            arrived = self._watch.arrive(self._meetings, what)
             pause = 0.001
             while not arrived():
                 self.check()
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
+        return True
 
     # -- agreement in every optimizer step ----------------------------------------------------------------------------
 
     def digests(self) -> Tensor:
-        """Digests of the record, as fp32 words whose elementwise maximum over all ranks :meth:`compare` understands.
+        """Digest of the gathers issued so far, for :meth:`compare`; each replica gathers on its own and has its own place.
 
-        Gathers have to agree inside each replica, reductions everywhere.
+        Returns:
+            fp32 words, to be maximised over all data-parallel ranks; empty where there is one rank.
         """
         if self._topology is None:
             return torch.empty(0)
-        words = [_ABSENT] * (2 * (self._topology.replicate_size + 1))
-        places = ((Collective.GATHER, self._topology.replicate_rank), (Collective.REDUCE, self._topology.replicate_size))
-        for kind, place in places:
-            digest = self._records[kind].digest
-            words[2 * place : 2 * place + 2] = float(digest >> _WORD_BITS), float(digest & _WORD_MASK)
-        return torch.tensor([words, [_ABSENT if word == _ABSENT else -word for word in words]]).flatten()
+        digest = self._records[Collective.GATHER].digest
+        words = torch.full((2, self._topology.replicate_size, 2), _ABSENT)
+        words[0, self._topology.replicate_rank] = mine = torch.tensor([digest >> _WORD_BITS, digest & _WORD_MASK]).float()
+        words[1, self._topology.replicate_rank] = -mine
+        return words.flatten()
 
     def compare(self, agreed: Tensor) -> None:
-        """Check that every rank has issued what this one has. ``agreed`` is the maximum of all ranks' :meth:`digests`.
+        """Check that every rank has gathered what this one has. ``agreed`` is the maximum of all ranks' :meth:`digests`.
 
         Raises:
-            LockstepError: On every rank of a model whose ranks have issued different collectives since it was dedicated.
+            LockstepError: On every rank of a model whose ranks have gathered different units since it was dedicated.
         """
+        self.step += 1
         if agreed.numel() == 0:
             return
         most, least_negated = agreed.cpu().view(2, -1)
@@ -232,8 +239,8 @@ class LockstepMonitor:
         difference = self._watch.difference() if self._watch is not None else None
         raise LockstepError(
             difference
-            or "the ranks have issued different collectives since the last step, so weights or gradients were mixed up: a layer "
-            "ran on some ranks only, or in another order. Every data-parallel rank must run the same layers"
+            or "the ranks have gathered different weights since the last step, so some computed with the wrong ones: a layer ran "
+            "on some ranks only, or in another order. Every data-parallel rank must run the same layers"
         )
 
     # -- what the daemon reads ----------------------------------------------------------------------------------------
@@ -257,11 +264,6 @@ class LockstepMonitor:
             f"{reasons or 'no rank has said why it ended, so it was killed or crashed; look at its log'}. "
             f"The backend says: {failure}"
         )
-
-
-def hash_text(text: str) -> int:
-    """A number that is the same in every process, unlike ``hash``."""
-    return int.from_bytes(text.encode()[-8:], "little")
 
 
 def _failure(work: Any) -> RuntimeError | None:

@@ -19,6 +19,7 @@ __all__ = ["guard_exit", "unguard_exit"]
 _EXIT_GRACE = 5
 
 _failure = ""
+_may_block = False
 _installed = False
 
 
@@ -42,9 +43,7 @@ def guard_exit(watch: Guarded) -> None:
         atexit.register(_at_exit)
         previous = sys.excepthook
 
-        def excepthook(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
+        def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
             _at_exception(kind, error)
             previous(kind, error, traceback)
 
@@ -62,18 +61,20 @@ def _at_exception(kind: type[BaseException], error: BaseException) -> None:
     if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         return
     _failure = f"{kind.__name__}: {error}".partition("\n")[0][:500]
-    if _leave():
-        _set_alarm()
+    _leave()
 
 
 def _at_exit() -> None:
-    if _leave():
+    _leave()
+    if _may_block:
         _set_alarm()
 
 
-def _leave() -> bool:
+def _leave() -> None:
+    global _may_block
     what = f"ended with {_failure}" if _failure else "has ended"
-    return any([watch.leave(what, raised=bool(_failure)) for watch in list(_guarded)])
+    for watch in list(_guarded):
+        _may_block |= watch.leave(what, raised=bool(_failure))
 
 
 def _set_alarm() -> None:

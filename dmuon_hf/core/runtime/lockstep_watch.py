@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ..errors import ConfigurationError
 from ..mesh import Topology
 from .lockstep_exit import guard_exit, unguard_exit
-from .lockstep_positions import Position, find_divergence
+from .lockstep_positions import MIXED_PATIENCE, Position, find_divergence
 from .lockstep_stack import Sample, sample_thread
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ _GRACE = 10.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 # Ranks that compare everybody's positions; the others only read the verdict, so the store's load stays linear.
 _JUDGES = 4
+_STORE_FAILURES = 3
 
 # How many runtimes were watched on each set of ranks: names the keys of one runtime in the store.
 _watched: dict[tuple[int, ...], int] = {}
@@ -60,6 +61,7 @@ class LockstepWatch:
         self._sample: Sample | None = None
         self._issued: dict[str, int] = {}
         self._published: tuple[str, str] | None = None
+        self._verdict: str | None = None
         self._named_at: float | None = None
 
     @classmethod
@@ -74,7 +76,7 @@ class LockstepWatch:
         watch = cls(monitor, topology, store, limit=limit)
         watch._publish(watch._position("busy", "setting up"))
         # Threads of the runtime hold it weakly: a model that is dropped ends its watch at once.
-        weakref.finalize(monitor, watch.stop)
+        weakref.finalize(monitor, watch.stop).atexit = False
         thread = threading.Thread(target=watch._run, name=f"dmuon-lockstep-{watch._rank}", daemon=True)
         thread.start()
         guard_exit(watch)
@@ -84,6 +86,10 @@ class LockstepWatch:
         """End the thread at its next wake-up, which is now. From any thread, also while the interpreter ends."""
         self._stopped.set()
         unguard_exit(self)
+
+    @property
+    def is_running(self) -> bool:
+        return not self._stopped.is_set()
 
     # -- called by the main thread ------------------------------------------------------------------------------------
 
@@ -123,44 +129,57 @@ class LockstepWatch:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        failures = 0
         while not self._stopped.wait(self._tick):
             monitor = self._monitor()
             if monitor is None or self._world() is not dist.group.WORLD:
                 break
             try:
                 self._look(monitor)
+                failures = 0
             except RuntimeError as error:
-                # The store went away: with the rank that hosts it, or at the end of the job.
-                logger.debug("the lockstep monitor ends, its store is gone: %s", error)
-                break
+                failures += 1
+                if failures == _STORE_FAILURES:
+                    # It goes with the process that hosts it, which is often the first to end.
+                    logger.warning("the lockstep monitor of rank %d ends, the store does not answer: %s", self._rank, error)
+                    break
             del monitor
-        self._store = None
+        self.stop()
 
     def _look(self, monitor: LockstepMonitor) -> None:
         if not self._is_still(monitor):
+            self._named_at = None
             if self._published is not None:
                 self._publish(self._position("busy", "training"))
-                self._published = self._named_at = None
+                self._published = None
             return
         waiting = self._waiting_for(monitor)
-        still = time.monotonic() - self._still_since
-        if waiting is None or still < self._limit:
-            if waiting is not None:
-                self._read_verdict(monitor)
+        if waiting is None:
             return
         what, own = waiting
+        still = time.monotonic() - self._still_since
+        if still >= self._limit:
+            self._publish_wait(what, own, still)
+        if self._verdict is None:
+            self._verdict = self._read_verdict(judge=still >= self._limit and self._rank < _JUDGES)
+        if self._verdict is not None:
+            self._act(monitor, self._verdict, own=own)
+
+    def _publish_wait(self, what: str, own: bool, still: float) -> None:
         position = self._position("waits", what, own=own, seconds=still)
-        if self._published != (what, str(position.issued)) or still > 3 * self._limit:
+        key = (what, str(position.issued))
+        if self._published != key or still >= MIXED_PATIENCE * self._limit:
             self._publish(position)
-            self._published = (what, str(position.issued))
-        self._read_verdict(monitor)
-        if monitor.verdict is None and self._rank < _JUDGES:
-            verdict = find_divergence(self._positions(), limit=self._limit)
-            if verdict is not None:
-                self._store.set("verdict", verdict)
-                monitor.verdict = verdict
-        if monitor.verdict is not None and not own:
-            self._end_process(monitor.verdict)
+            self._published = key
+
+    def _read_verdict(self, *, judge: bool) -> str | None:
+        """What some rank has proven, or what the positions prove now."""
+        if self._store.check(["verdict"]):
+            return str(self._store.get("verdict").decode())
+        verdict = find_divergence(self._positions(), limit=self._limit) if judge else None
+        if verdict is not None:
+            self._store.set("verdict", verdict)
+        return verdict
 
     def _is_still(self, monitor: LockstepMonitor) -> bool:
         """Whether the rank has issued nothing, and its thread stands where it stood, since the last look."""
@@ -189,25 +208,26 @@ class LockstepWatch:
         # An accelerator's host waits for collectives in calls that look like any other.
         return ("a call that has not returned", False) if self._follow_host else None
 
-    def _read_verdict(self, monitor: LockstepMonitor) -> None:
-        if monitor.verdict is None and self._store.check(["verdict"]):
-            monitor.verdict = self._store.get("verdict").decode()
+    def _act(self, monitor: LockstepMonitor, verdict: str, *, own: bool) -> None:
+        """Let the main thread raise; end the process if it still stands there after a grace period.
 
-    def _end_process(self, verdict: str) -> None:
-        """Say it at once; end the process if the main thread still stands there after the grace period."""
+        In a wait of the runtime the main thread raises the verdict by itself, one look after it is known: a rank that ends
+        closes its connections, and those that stand elsewhere, and say it in the log, shall know the reason before.
+        """
         now = time.monotonic()
         if self._named_at is None:
             self._named_at = now
-            logger.error("rank %d: %s", self._rank, verdict)
-        if not self._abort or now - self._named_at < _GRACE:
+            if not own:
+                logger.error("rank %d: %s", self._rank, verdict)
             return
-        message = (
-            f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that cannot be "
-            f"woken, so this process ends now ({_ABORT_VARIABLE}=0 leaves it).\n"
-        )
-        sys.stderr.write(message)
-        sys.stderr.flush()
-        os._exit(1)
+        monitor.verdict = verdict
+        if self._abort and now - self._named_at >= _GRACE:
+            sys.stderr.write(
+                f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that "
+                f"cannot be woken, so this process ends now ({_ABORT_VARIABLE}=0 leaves it).\n"
+            )
+            sys.stderr.flush()
+            os._exit(1)
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
@@ -230,9 +250,12 @@ class LockstepWatch:
     def _publish(self, position: Position) -> None:
         self._store.set(f"position/{self._rank}", position.to_json())
 
-    def _positions(self) -> Sequence[Position]:
-        texts = self._store.multi_get([f"position/{rank}" for rank in range(self._size)])
-        return [Position.from_json(text) for text in texts]
+    def _positions(self) -> list[Position]:
+        """The last position of every rank; empty while some rank has not begun to watch."""
+        keys = [f"position/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):
+            return []
+        return [Position.from_json(text) for text in self._store.multi_get(keys)]
 
 
 def _own_store(group: ProcessGroup) -> Any | None:
@@ -259,8 +282,7 @@ def _issued() -> dict[str, int]:
 
 
 def _label(group: ProcessGroup, name: str) -> str:
-    description = group.group_desc
-    return f"{name} ({description})" if description and description != "undefined" else name
+    return f"{group.group_desc} {name[:6]}"
 
 
 def _abort() -> bool:

@@ -17,6 +17,7 @@ from .collectives import InFlight, broadcast_segments, issue_on
 from .comm_context import DedicatedCommContext
 from .dedicated import DedicatedParam, Version
 from .layout import PackedLayout, Segment
+from .lockstep import Collective
 
 __all__ = ["ColumnCopy"]
 
@@ -39,6 +40,7 @@ class ColumnCopy:
         self.buffer = torch.zeros(bucket.numel, dtype=dtype, device=topology.device)
         self._group = topology.replicate_group
         self._context = context
+        self._name = f"the unit of {params[0].name}"
         own = layout.owned_by(topology.slot)
         self._own_views = layout.views(self.buffer, own, origin=bucket.start)
         self._own_params = [params[i] for i in own]
@@ -59,6 +61,7 @@ class ColumnCopy:
         Collective over the replicate group; a column that owns nothing of this unit has nothing to send.
         """
         self.wait()
+        self._context.monitor.issue(Collective.PUBLISH, self._name, 0)
 
         def issue() -> list[object]:
             if self._own_views:
@@ -75,5 +78,6 @@ class ColumnCopy:
     def wait(self) -> None:
         """Order the reader after the last publish."""
         if self._in_flight is not None:
-            self._in_flight.wait()
+            with self._context.monitor.at(f"publish of {self._name}"):
+                self._in_flight.wait()
             self._in_flight = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +20,7 @@ from .comm_context import DedicatedCommContext
 from .dedicated import DedicatedParam
 from .fsdp_patch import SYNC_LISTENER
 from .hooks import register_root_hooks, register_unit_hooks
+from .lockstep import Collective
 from .schedule import BackwardPass, Prefetcher
 from .unit import Unit
 
@@ -158,17 +160,23 @@ class Runtime:
 
     def agree(self, values: Tensor) -> Tensor:
         """Elementwise maximum of a small vector over all data-parallel ranks. Collective."""
-        return self._all_reduce(values, dist.ReduceOp.MAX)
+        monitor = self.context.monitor
+        digests = monitor.digests().to(values)
+        agreed = self._all_reduce(torch.cat([values, digests]), dist.ReduceOp.MAX, "optimizer agreement")
+        monitor.compare(agreed[values.numel() :])
+        return agreed[: values.numel()]
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Elementwise sum of a small vector over all data-parallel ranks. Collective."""
-        return self._all_reduce(values, dist.ReduceOp.SUM)
+        return self._all_reduce(values, dist.ReduceOp.SUM, "sum over all ranks")
 
-    def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         if self.topology.flat_group is None or self.topology.size == 1:
             return values
         result = values.detach().to(self.topology.device, copy=True)
-        dist.all_reduce(result, op=op, group=self.topology.flat_group)
+        self.context.monitor.issue(Collective.CONTROL, what, 0)
+        with self.context.monitor.at(what):
+            self.context.device.host_wait(dist.all_reduce(result, op=op, group=self.topology.flat_group, async_op=True))
         return result
 
     # -- weights ------------------------------------------------------------------------------------------------------

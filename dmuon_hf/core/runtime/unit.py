@@ -13,6 +13,7 @@ from .collectives import InFlight
 from .comm_context import DedicatedCommContext
 from .dedicated import DedicatedParam, Version
 from .layout import PackedLayout
+from .lockstep import Collective
 from .owned_tensor import OwnedTensor
 from .placement import WeightPlacement
 from .reduction import OwnerReduction, PendingReduction
@@ -124,13 +125,15 @@ class Unit:
             self._buffer.untyped_storage().resize_(self._storage_bytes)
         self._weights.to(WeightState.GATHERING)
         self._gathered = versions
+        self.context.monitor.issue(Collective.GATHER, f"unit {self.name}", self.index)
         self._gather = self.placement.gather(self._buffer, versions)
 
     def wait_gather(self) -> None:
         """Order the current stream (CPU: the host) after the gather."""
         if self._weights.state is WeightState.GATHERING:
             assert self._gather is not None
-            self._gather.wait()
+            with self.context.monitor.at(f"gather of unit {self.name}"):
+                self._gather.wait()
             self._gather = None
             self._weights.to(WeightState.GATHERED)
 
@@ -231,17 +234,20 @@ class Unit:
         self._accumulated = [None] * len(self.params)
         self._unsynchronised = 0
         self._grads.to(GradState.REDUCING)
+        self.context.monitor.issue(Collective.REDUCE, f"unit {self.name}", self.index)
         self._pending = self.reduction.launch(grads)
 
     def finish_first_stage(self) -> None:
         if self._pending is not None:
-            self._pending.finish_first_stage()
+            with self.context.monitor.at(f"reduction of unit {self.name}"):
+                self._pending.finish_first_stage()
 
     def finish_reduction(self) -> None:
         """Add the mean gradients to the owned parameters' ``.grad``, on every rank in the same form."""
         if self._pending is None:
             return
-        bucket = self._pending.finish()
+        with self.context.monitor.at(f"reduction of unit {self.name}"):
+            bucket = self._pending.finish()
         self._pending = None
         own = iter(self.reduction.own_views(bucket))
         for i, param in enumerate(self.params):
@@ -309,7 +315,8 @@ class Unit:
     def discard_grads(self) -> None:
         """Drop every gradient that has not reached an owner; an unfinished reduction is waited for and dropped."""
         if self._pending is not None:
-            self._pending.finish()
+            with self.context.monitor.at(f"reduction of unit {self.name}"):
+                self._pending.finish()
             self._pending = None
         for unsharded in self._unsharded:
             unsharded.grad = None

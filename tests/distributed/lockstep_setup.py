@@ -1,0 +1,80 @@
+"""A small model whose layers can be left out, dedicated and sharded, for tests of ranks that do different things."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon_hf.core as dmuon
+
+WIDTH = 12
+LAYERS = 4
+HYPER: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "adamw_lr": 1e-2, "adamw_weight_decay": 0.0}
+
+
+class Layer(nn.Module):
+    """Two matrices for Muon and, with `norm`, a layer norm that FSDP2 shards."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Layers, of which `skip` are left out, and a head; input `(batch, WIDTH)`, output a scalar loss."""
+
+    def __init__(self, *, norm: bool, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(norm=norm) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, skip: Collection[int] = ()) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in skip:
+                x = layer(x)
+        return self.head(x).square().mean()
+
+
+def make_net(*, norm: bool) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net(norm=norm)
+
+
+def is_matrix(name: str, param: nn.Parameter) -> bool:
+    return "layers." in name and param.ndim == 2
+
+
+def prepare(world: int, mode: str, *, norm: bool) -> tuple[Net, dmuon.Muon]:
+    """The model on this rank of `world`, in mode `z2`, `z3` or `hsdp`."""
+    model = make_net(norm=norm)
+    if mode == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"])
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, dmuon.Muon(model, **HYPER)
+
+
+def batch_of(step: int, rows: int) -> torch.Tensor:
+    """The whole batch of a step."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def part_of(step: int, rank: int, world: int) -> torch.Tensor:
+    """This rank's two rows of the batch of a step."""
+    return batch_of(step, 2 * world).chunk(world)[rank]

@@ -1,0 +1,155 @@
+"""The recipe and the accelerate configs, as a user runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.harness import run_ranks
+from tests.hf.support import error_of
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+CHECK_MODE = """
+import dmuon_hf
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+print(f"rank {accelerator.process_index} fsdp2 {accelerator.is_fsdp2} {accelerator.distributed_type.value} "
+      f"{accelerator.device.type} {accelerator.torch_device_mesh.shape}", flush=True)
+accelerator.end_training()
+"""
+
+
+def _run(*command: str, cwd: Path) -> str:
+    """Output of a command that must succeed, in the environment of a plain shell."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def _launch(config: str, script: Path, *arguments: str, cwd: Path) -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    file = str(ROOT / "accelerate_configs" / config)
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "--main_process_port", port)
+    return _run(*launcher, str(script), *arguments, cwd=cwd)
+
+
+def test_launched_recipe_trains_saves_and_reopens(tmp_path: Path) -> None:
+    recipe = RECIPES / "finetune_causal_lm.py"
+    flags = ("--model", "tiny", "--max_steps", "8", "--block_size", "64", "--learning_rate", "2e-3")
+    output = _launch("dmuon_cpu_hsdp.yaml", recipe, *flags, "--output_dir", "out", cwd=tmp_path)
+
+    assert "owners on 2 shards x 2 replicas" in output
+    assert re.search(r"model\.layers\.\*\.mlp\.up_proj\.weight +96x64 +muon +decay/muon", output)
+    found = re.search(r"held-out loss: ([\d.]+) at step 0, ([\d.]+) at step 8", output)
+    assert found is not None, output[-2000:]
+    assert float(found[2]) < float(found[1]) - 0.05
+    assert "largest difference of a logit 0.00e+00 (equal)" in output
+    assert "generated:" in output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_cpu_launch_with_the_import_is_fsdp2(tmp_path: Path) -> None:
+    script = tmp_path / "mode.py"
+    script.write_text(CHECK_MODE)
+    output = _launch("dmuon_cpu_fsdp2.yaml", script, cwd=tmp_path)
+    assert sorted(output.splitlines()) == [f"rank {rank} fsdp2 True FSDP cpu (2,)" for rank in range(2)]
+
+
+def _recipe_output(rank: int, world: int, flags: tuple[str, ...]) -> str:
+    """What the recipe prints until it leaves by SystemExit."""
+    sys.argv = ["finetune_causal_lm.py", *flags]
+    sys.path.insert(0, str(RECIPES))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        runpy.run_path(str(RECIPES / "finetune_causal_lm.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_recipe_help_lists_every_group_of_flags() -> None:
+    output = run_ranks(_recipe_output, 1, ("--help",), init=False)[0]
+    for flag in ("--model", "--dataset", "--ns_steps", "--learning_rate", "--gradient_accumulation_steps", "--lora"):
+        assert flag in output
+
+
+def test_lora_flag_says_that_it_is_not_built(tmp_path: Path) -> None:
+    flags = ("--model", "tiny", "--lora", "--output_dir", str(tmp_path))
+    (outcome,) = run_ranks(_recipe_output, 1, flags, init=False, expect_failure=True)
+    assert "training LoRA adapters with Muon is not built yet" in error_of(outcome)
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The recipe's modules for data and for models."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    return importlib.import_module("recipe_data"), importlib.import_module("recipe_models")
+
+
+def test_byte_tokenizer_of_the_tiny_model_gives_text_back(tools: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = tools[1].load_model("tiny", tmp_path, torch.float32)
+    text = "def f(x):\n    return 'Grüße'\n"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < tokenizer.eos_token_id < model.config.vocab_size
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_blocks_of_local_files_are_full_and_held_out_apart(tools: tuple[Any, Any], tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"data.{suffix}"
+    lines = [f"line {number} of a text to train on" for number in range(4000)]
+    file.write_text("\n".join(json.dumps({"text": line}) if suffix == "jsonl" else line for line in lines))
+    tokenizer = tools[1].load_model("tiny", tmp_path, torch.float32)[1]
+    blocks = tools[0].load_blocks(str(file), tokenizer, block_size=64, max_train=100, max_held_out=10)
+    assert (len(blocks.train), len(blocks.held_out)) == (100, 10)
+    assert all(len(row["input_ids"]) == 64 and row["labels"] == row["input_ids"] for row in blocks.train)
+    seen = {tuple(row["input_ids"]) for row in blocks.train}
+    assert not any(tuple(row["input_ids"]) in seen for row in blocks.held_out)
+
+
+def test_too_little_text_says_so(tools: tuple[Any, Any], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("hello")
+    tokenizer = tools[1].load_model("tiny", tmp_path, torch.float32)[1]
+    with pytest.raises(SystemExit, match="too little text"):
+        tools[0].load_blocks(str(tmp_path / "short.txt"), tokenizer, block_size=64, max_train=1, max_held_out=1)
+
+
+def test_missing_text_column_lists_the_columns(tools: tuple[Any, Any], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"body": "hello"}))
+    tokenizer = tools[1].load_model("tiny", tmp_path, torch.float32)[1]
+    with pytest.raises(SystemExit, match=r"--text_column.*body"):
+        tools[0].load_blocks(str(tmp_path / "data.jsonl"), tokenizer, block_size=4, max_train=1, max_held_out=1)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_asks_for_fsdp2_on_a_mesh_of_all_processes(config: Path) -> None:
+    settings = yaml.safe_load(config.read_text())
+    mesh = settings["parallelism_config"]
+    size = mesh["parallelism_config_dp_replicate_size"] * mesh["parallelism_config_dp_shard_size"]
+    assert settings["distributed_type"] == "FSDP"
+    assert settings["fsdp_config"]["fsdp_version"] == 2
+    assert settings["num_processes"] == size
+    assert settings["use_cpu"] is ("cpu" in config.stem)
+
+
+def test_four_configs_are_shipped() -> None:
+    assert [config.stem for config in CONFIGS] == ["dmuon_cpu_fsdp2", "dmuon_cpu_hsdp", "dmuon_fsdp2", "dmuon_hsdp"]
