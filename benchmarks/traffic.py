@@ -147,7 +147,7 @@ def main() -> None:
         *(role for role in _COLUMNS if role != "agreement"),
         "Muon",
         "formula",
-        "of it",
+        "ratio",
         "in step()",
         "calls",
     ]

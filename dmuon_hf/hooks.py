@@ -9,6 +9,7 @@
 | `Accelerator.get_state_dict` | accelerate >=1.15,<2   | finished tensors, tied names                       |
 | `Trainer.__init__`           | transformers >=5.24,<6 | `optimizers=dmuon_hf.create(...)`                  |
 | `Trainer.create_scheduler`   | transformers >=5.24,<6 | `create(scheduler=...)`                            |
+| `Trainer.train`              | transformers >=5.24,<6 | resuming passes by checkpoints that are cut off    |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
 DMuon optimizer, model or plugin is involved; the two state hooks act only where FSDP2 was asked for on CPU, which
@@ -67,6 +68,7 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("accelerate", "Accelerator", "get_state_dict", "dmuon_hf.prepare:get_state_dict"),
     Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
     Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
+    Hook("transformers", "Trainer", "train", "dmuon_hf.trainer:train"),
 )
 
 # Installed hooks with the method each replaced and the method it put there.

@@ -1,10 +1,13 @@
-"""What the hooks on `transformers.Trainer` do: build the optimizer that `dmuon_hf.create()` describes."""
+"""What the hooks on `transformers.Trainer` do: build the optimizer that `dmuon_hf.create()` describes, resume safely."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import logging
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,7 +17,9 @@ from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.factory import DMuonOptimizers, create_optimizer
 
-__all__ = ["TrainerOptimizerFactory", "create_scheduler", "trainer_init"]
+__all__ = ["TrainerOptimizerFactory", "create_scheduler", "last_complete_checkpoint", "train", "trainer_init"]
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerOptimizerFactory:
@@ -60,10 +65,45 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
 
 def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
     """`Trainer.create_scheduler`: use the scheduler given to `create()`, if there is one."""
-    factory = (trainer.optimizer_cls_and_kwargs or (None,))[0]
-    scheduler = factory.description.scheduler if isinstance(factory, TrainerOptimizerFactory) else None
+    description = _description(trainer)
+    scheduler = None if description is None else description.scheduler
     if scheduler is None or trainer.lr_scheduler is not None:
         return original(trainer, num_training_steps, optimizer)
     trainer.lr_scheduler = scheduler(trainer.optimizer if optimizer is None else optimizer, num_training_steps)
     trainer._created_lr_scheduler = True
     return trainer.lr_scheduler
+
+
+def train(
+    original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`Trainer.train`: resume from the last checkpoint that was written to its end, not from one that a crash cut off."""
+    if resume_from_checkpoint is True and _description(trainer) is not None:
+        resume_from_checkpoint = str(last_complete_checkpoint(Path(trainer.args.output_dir)))
+    return original(trainer, resume_from_checkpoint, *args, **kwargs)
+
+
+def last_complete_checkpoint(directory: Path) -> Path:
+    """The newest `checkpoint-<step>` in `directory` whose trainer state, which is written last, is whole.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    steps = {path: path.name.removeprefix("checkpoint-") for path in directory.glob("checkpoint-*") if path.is_dir()}
+    found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
+    for path in reversed(found):
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning(
+                "%s is incomplete, most likely because the run ended while it was saved; passing it by", path
+            )
+        else:
+            return path
+    raise ConfigurationError(f"there is no complete checkpoint to resume from in {directory}")
+
+
+def _description(trainer: Any) -> DMuonOptimizers | None:
+    """What `create()` returned for this Trainer; None for a Trainer without DMuon."""
+    factory = (trainer.optimizer_cls_and_kwargs or (None,))[0]
+    return factory.description if isinstance(factory, TrainerOptimizerFactory) else None

@@ -9,13 +9,13 @@ optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)
 
 from __future__ import annotations
 
-from .checkpoint import (
+from dmuon_hf.core.checkpoint import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from .clip import (
+from dmuon_hf.core.clip import (
     GradClipBucket,
     GradClipBucketStats,
     MuonGradClipStats,
@@ -25,9 +25,9 @@ from .clip import (
     register_muon_grad_clip_strategy,
     try_clip_optimizer_grad_norm_buckets_,
 )
-from .diagnostics import summarize_comm_plan, summarize_param_groups
-from .errors import ConfigurationError, DMuonError, LockstepError
-from .ns import (
+from dmuon_hf.core.diagnostics import summarize_comm_plan, summarize_param_groups
+from dmuon_hf.core.errors import ConfigurationError, DMuonError, LockstepError
+from dmuon_hf.core.ns import (
     DEFAULT_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
     YOU_COEFFICIENTS,
@@ -40,12 +40,19 @@ from .ns import (
     gram_newton_schulz_q,
     newton_schulz,
 )
-from .optim import Muon, convert_lr
-from .plan import MatrixSpec, Plan
-from .runtime import DedicatedCommContext, DedicatedParam, OwnedTensor, install_patch, runtime_of, uninstall_patch
-from .runtime.state_dict_shim import install_state_dict_shim
-from .setup import dedicate_params
-from .utilities import (
+from dmuon_hf.core.optim import Muon, convert_lr
+from dmuon_hf.core.plan import MatrixSpec, Plan
+from dmuon_hf.core.runtime import (
+    DedicatedCommContext,
+    DedicatedParam,
+    OwnedTensor,
+    install_patch,
+    runtime_of,
+    uninstall_patch,
+)
+from dmuon_hf.core.runtime.state_dict_shim import install_state_dict_shim
+from dmuon_hf.core.setup import dedicate_params
+from dmuon_hf.core.utilities import (
     broadcast_all_updates,
     broadcast_all_updates_async,
     get_comm_ctx,

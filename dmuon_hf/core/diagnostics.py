@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .plan import canonical_name
-from .runtime import require_runtime
-from .runtime.unit import Unit
+from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.core.runtime import require_runtime
+from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["summarize_comm_plan", "summarize_param_groups"]
 

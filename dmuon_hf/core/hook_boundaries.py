@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .errors import ConfigurationError
+from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = ["HookBoundaryResolver", "boundary_of", "layer_path"]
 

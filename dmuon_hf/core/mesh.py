@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .device import device_of_mesh
-from .errors import ConfigurationError
-from .process_groups import clone_group
+from dmuon_hf.core.device import device_of_mesh
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.process_groups import clone_group
 
 __all__ = ["Topology", "local_topology", "topology_from_meshes"]
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .errors import ConfigurationError, LockstepError
-from .hook_boundaries import HookBoundaryResolver, boundary_of
-from .mesh import Topology, local_topology, topology_from_meshes
-from .plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
-from .runtime.build import RuntimeOptions, Target, build_runtime
-from .runtime.runtime import attach, runtime_of
+from dmuon_hf.core.errors import ConfigurationError, LockstepError
+from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
+from dmuon_hf.core.mesh import Topology, local_topology, topology_from_meshes
+from dmuon_hf.core.plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
+from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime
+from dmuon_hf.core.runtime.runtime import attach, runtime_of
 
 __all__ = ["dedicate_params"]
 

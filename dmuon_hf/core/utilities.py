@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .runtime import DedicatedCommContext, DedicatedParam, Runtime, require_runtime, runtime_of
+from dmuon_hf.core.runtime import DedicatedCommContext, DedicatedParam, Runtime, require_runtime, runtime_of
 
 __all__ = [
     "broadcast_all_updates",

@@ -83,8 +83,13 @@ def arguments(output_dir: Path | str, **overrides: Any) -> TrainingArguments:
 
 def make_trainer(model: nn.Module, args: TrainingArguments, **options: Any) -> Trainer:
     """A Trainer on the tiny dataset with DMuon."""
-    data = options.pop("train_dataset", None) or tiny_dataset()
-    return Trainer(model=model, args=args, train_dataset=data, optimizers=dmuon_hf.create(**options))
+    return Trainer(
+        model=model,
+        args=args,
+        train_dataset=tiny_dataset(),
+        eval_dataset=tiny_dataset(16),
+        optimizers=dmuon_hf.create(**options),
+    )
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:

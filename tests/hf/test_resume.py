@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
 from torch import nn
 from transformers import TrainerCallback
 
 from tests.harness import run_ranks
-from tests.hf.support import arguments, as_launched, finish, fsdp_env, full_weights, losses, make_trainer, tiny_llama
+from tests.hf.support import (
+    arguments,
+    as_launched,
+    error_of,
+    finish,
+    fsdp_env,
+    full_weights,
+    losses,
+    make_trainer,
+    tiny_llama,
+)
 
 
 class _Snapshot(TrainerCallback):
@@ -78,3 +91,42 @@ def test_sharded_checkpoint_of_hsdp_resumes_on_two_ranks(tmp_path: Path) -> None
     env = fsdp_env(2, state_dict="SHARDED_STATE_DICT")
     resumed = run_ranks(_run, 2, str(tmp_path), 4, True, init=False, env=env, timeout=100)[0]
     _assert_equal(resumed["begin"], saved["end"])
+
+
+def _die_in_second_save(rank: int, world: int, directory: str, victim: int) -> None:
+    as_launched()
+    save, saves = transformers.trainer.save_fsdp_optimizer, []
+
+    def dying(*args: Any, **kwargs: Any) -> None:
+        saves.append(1)
+        if len(saves) == 2 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(*args, **kwargs)
+
+    transformers.trainer.save_fsdp_optimizer = dying
+    _run(rank, world, directory, 6, False)
+
+
+@pytest.mark.parametrize(("state_dict", "victim"), [("FULL_STATE_DICT", 0), ("SHARDED_STATE_DICT", 1)])
+def test_kill_during_a_save_leaves_the_checkpoint_before_it_to_resume_from(
+    tmp_path: Path, state_dict: str, victim: int
+) -> None:
+    env = fsdp_env(2, state_dict=state_dict)
+    straight = run_ranks(_run, 2, str(tmp_path / "a"), 6, False, init=False, env=env, timeout=100)[0]
+    crashed = str(tmp_path / "b")
+    outcomes = run_ranks(
+        _die_in_second_save, 2, crashed, victim, init=False, env=env, timeout=60, grace=3, expect_failure=True
+    )
+    assert outcomes[victim].status == "died"
+    assert (tmp_path / "b" / "checkpoint-6").exists()
+
+    resumed = run_ranks(_run, 2, crashed, 6, True, init=False, env=env, timeout=100)[0]
+    assert [entry[0] for entry in resumed["losses"]] == [1, 2, 3, 4, 5, 6]
+    _assert_equal(resumed["end"], straight["end"])
+
+
+def test_resume_without_a_complete_checkpoint_raises(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{")
+    (outcome,) = run_ranks(_run, 1, str(tmp_path), 3, True, init=False, expect_failure=True)
+    assert "no complete checkpoint" in error_of(outcome)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.ns.flops import direct_flops, gram_flops
 from dmuon_hf.core.plan.matrices import MatrixSpec
 
 __all__ = ["FOOTPRINT_FLOPS", "CostModel", "matrix_cost", "newton_schulz_flops"]
@@ -28,8 +29,8 @@ def newton_schulz_flops(shape: tuple[int, int], *, algorithm: Literal["direct", 
     """
     m, n = sorted(shape)
     if algorithm == "direct":
-        return 20 * m * m * n + 10 * m**3
-    return 8 * m * m * n + 28 * m**3
+        return round(direct_flops(m, n, steps=5, share=1.0))
+    return round(gram_flops(m, n, segment_lengths=(2, 3), share=1.0))
 
 
 def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "optimizer") -> int:

@@ -8,11 +8,11 @@ the schedule; ``Runtime`` holds one model's units together.
 
 from __future__ import annotations
 
-from .comm_context import DedicatedCommContext
-from .dedicated import DedicatedParam
-from .fsdp_patch import install_patch, uninstall_patch
-from .owned_tensor import Content, OwnedTensor
-from .runtime import Runtime, detach, hidden, require_runtime, runtime_of
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.dedicated import DedicatedParam
+from dmuon_hf.core.runtime.fsdp_patch import install_patch, uninstall_patch
+from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor
+from dmuon_hf.core.runtime.runtime import Runtime, detach, hidden, require_runtime, runtime_of
 
 __all__ = [
     "Content",

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError
-from ..mesh import Topology
-from ..plan import ParamEntry, Plan
-from .comm_context import DedicatedCommContext
-from .dedicated import DedicatedParam
-from .layout import PackedLayout
-from .owned_tensor import OwnedTensor
-from .placement import OwnerBroadcast
-from .reduction import OwnerReduction
-from .runtime import Runtime
-from .unit import Unit
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.plan import ParamEntry, Plan
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.dedicated import DedicatedParam
+from dmuon_hf.core.runtime.layout import PackedLayout
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.placement import OwnerBroadcast
+from dmuon_hf.core.runtime.reduction import OwnerReduction
+from dmuon_hf.core.runtime.runtime import Runtime
+from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["RuntimeOptions", "Target", "build_runtime"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ..device import DeviceHandle
+from dmuon_hf.core.device import DeviceHandle
 
 __all__ = ["InFlight", "broadcast_segments", "exchange_to_owners", "issue_on", "reduce_segments_to_owners"]
 

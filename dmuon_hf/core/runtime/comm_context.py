@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ..device import DeviceHandle
-from .lockstep import LockstepMonitor
+from dmuon_hf.core.device import DeviceHandle
+from dmuon_hf.core.runtime.lockstep import LockstepMonitor
 
 __all__ = ["DedicatedCommContext"]
 

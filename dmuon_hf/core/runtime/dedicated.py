@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..plan import MatrixSpec
-from .owned_tensor import Content, OwnedTensor
+from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor
 
 __all__ = ["DedicatedParam", "Version"]
 

@@ -12,7 +12,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
 __all__ = ["install_patch", "is_patched", "uninstall_patch"]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from .schedule import BackwardPass, Prefetcher, graph_task
-from .states import GradState
-from .unit import Unit
+from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
+from dmuon_hf.core.runtime.states import GradState
+from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["register_root_hooks", "register_unit_hooks"]
 

@@ -1,13 +1,13 @@
 """Never hang: notice that ranks run different collectives, and say so on every rank.
 
-A rank that leaves the common order of collectives (a layer dropped on one rank, a save under ``if rank == 0``) makes the
-others wait for ever. The monitor keeps a cheap record of what this rank issues and waits for. A daemon thread
-(:mod:`.lockstep_watch`) compares it with the other ranks' once this rank has not moved for a while, and only a proof ends
-the run ([Note: what proves that ranks diverged] in :mod:`.lockstep_positions`).
+A rank that leaves the common order of collectives (a layer dropped on one rank, a save under ``if rank == 0``) makes
+the others wait for ever. The monitor keeps a cheap record of what this rank issues and waits for. A daemon thread
+(:mod:`.lockstep_watch`) compares it with the other ranks' once this rank has not moved for a while, and only a proof
+ends the run ([Note: what proves that ranks diverged] in :mod:`.lockstep_positions`).
 
-The host's own waits on the CPU are made in slices, so the error is raised in the main thread where the rank waits. A main
-thread inside somebody else's collective cannot be woken: its process prints the same message and, after a grace period,
-ends, as NCCL's watchdog does.
+The host's own waits on the CPU are made in slices, so the error is raised in the main thread where the rank waits. A
+main thread inside somebody else's collective cannot be woken: its process prints the same message and, after a grace
+period, ends, as NCCL's watchdog does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigurationError, LockstepError
-from ..mesh import Topology
-from .lockstep_positions import Position
-from .lockstep_watch import LockstepWatch
+from dmuon_hf.core.errors import ConfigurationError, LockstepError
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.runtime.lockstep_positions import Position
+from dmuon_hf.core.runtime.lockstep_watch import LockstepWatch
 
 __all__ = ["Collective", "LockstepMonitor"]
 
@@ -91,8 +91,8 @@ class _Waiting:
 class LockstepMonitor:
     """The lockstep of one runtime, as its rank sees it.
 
-    Inert until :meth:`start`. The main thread writes plain attributes and the daemon thread reads them; nothing is locked,
-    since a torn read only delays what the daemon sees by one look.
+    Inert until :meth:`start`. The main thread writes plain attributes and the daemon thread reads them; nothing is
+    locked, since a torn read only delays what the daemon sees by one look.
 
     Attributes:
         events: Changes whenever the runtime issues, enters or leaves a collective.
@@ -117,8 +117,8 @@ class LockstepMonitor:
     def start(self, topology: Topology) -> None:
         """Begin to watch. Every data-parallel rank calls it, in the order in which models are dedicated.
 
-        ``DMUON_HANG_SECONDS`` (10 by default) is how long a rank may stand still before positions are compared; 0 turns the
-        thread off and leaves the comparison of records in every optimizer step.
+        ``DMUON_HANG_SECONDS`` (10 by default) is how long a rank may stand still before positions are compared; 0 turns
+        the thread off and leaves the comparison of records in every optimizer step.
 
         Raises:
             ConfigurationError: ``DMUON_HANG_SECONDS`` is no number of seconds.
@@ -164,18 +164,14 @@ class LockstepMonitor:
         if self._topology is None:
             work.wait()
             return
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                self.check()
-                # Out of time: the operation goes on. Complete by now: the next wait gives its result or its error.
-                if work.is_completed():
-                    failure = _failure(work)
-                    if failure is None:
-                        return
-                    raise LockstepError(self._lost_peer(failure)) from error
+        while not _arrived(work):
+            if work.is_completed():
+                # It failed, or ended together with the slice: another wait tells.
+                failure = _failure(work)
+                if failure is None:
+                    return
+                raise LockstepError(self._lost_peer(failure)) from failure
+            self.check()
 
     def check(self) -> None:
         """Raise if the ranks are known to have diverged."""
@@ -200,7 +196,7 @@ class LockstepMonitor:
         self._meetings += 1
         self.issue(Collective.CONTROL, what, 0)
         with self.at(what):
-            arrived = self._watch.arrive(self._meetings, what)
+            arrived = self._watch.arrive(self._meetings)
             pause = 0.001
             while not arrived():
                 self.check()
@@ -211,7 +207,7 @@ class LockstepMonitor:
     # -- agreement in every optimizer step ----------------------------------------------------------------------------
 
     def digests(self) -> Tensor:
-        """Digest of the gathers issued so far, for :meth:`compare`; each replica gathers on its own and has its own place.
+        """Digest of the gathers issued so far, for :meth:`compare`. Each replica gathers on its own and has its place.
 
         Returns:
             fp32 words, to be maximised over all data-parallel ranks; empty where there is one rank.
@@ -220,15 +216,18 @@ class LockstepMonitor:
             return torch.empty(0)
         digest = self._records[Collective.GATHER].digest
         words = torch.full((2, self._topology.replicate_size, 2), _ABSENT)
-        words[0, self._topology.replicate_rank] = mine = torch.tensor([digest >> _WORD_BITS, digest & _WORD_MASK]).float()
-        words[1, self._topology.replicate_rank] = -mine
+        mine = torch.tensor([digest >> _WORD_BITS, digest & _WORD_MASK], dtype=torch.float32)
+        words[:, self._topology.replicate_rank] = torch.stack([mine, -mine])
         return words.flatten()
 
     def compare(self, agreed: Tensor) -> None:
-        """Check that every rank has gathered what this one has. ``agreed`` is the maximum of all ranks' :meth:`digests`.
+        """Check that every rank of a replica has gathered the same, and count a step.
+
+        Args:
+            agreed: Elementwise maximum of all ranks' :meth:`digests`.
 
         Raises:
-            LockstepError: On every rank of a model whose ranks have gathered different units since it was dedicated.
+            LockstepError: On every rank, if some have gathered different units since the model was dedicated.
         """
         self.step += 1
         if agreed.numel() == 0:
@@ -239,8 +238,8 @@ class LockstepMonitor:
         difference = self._watch.difference() if self._watch is not None else None
         raise LockstepError(
             difference
-            or "the ranks have gathered different weights since the last step, so some computed with the wrong ones: a layer ran "
-            "on some ranks only, or in another order. Every data-parallel rank must run the same layers"
+            or "the ranks have gathered different weights since the last step, so some computed with the wrong ones: a "
+            "layer ran on some ranks only, or in another order. Every data-parallel rank must run the same layers"
         )
 
     # -- what the daemon reads ----------------------------------------------------------------------------------------
@@ -266,8 +265,17 @@ class LockstepMonitor:
         )
 
 
+def _arrived(work: Any) -> bool:
+    """Wait one slice; whether the operation succeeded. Running out of time leaves the operation alone."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _failure(work: Any) -> RuntimeError | None:
-    """The error of a completed work, ``None`` if it succeeded."""
+    """The error of an operation that has ended, ``None`` if it succeeded."""
     try:
         work.wait(_SLICE)
     except RuntimeError as error:

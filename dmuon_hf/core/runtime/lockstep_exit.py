@@ -1,7 +1,8 @@
 """A process that ends tells the other ranks, and does end.
 
-Leaving with a collective in flight blocks in the destructor of its process group, until the peers go on, which wait for
-this very rank. So a rank that leaves through an exception, or after its ranks diverged, gets a few seconds and an alarm.
+Leaving with a collective in flight blocks in the destructor of its process group until the peers go on, and they wait
+for this very rank. So one that leaves through an exception, or after the ranks diverged, gets a few seconds and an
+alarm.
 """
 
 from __future__ import annotations

@@ -24,14 +24,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-__all__ = ["MIXED_PATIENCE", "Position", "find_divergence"]
+__all__ = ["MIXED_PATIENCE", "Position", "State", "find_divergence"]
 
-MIXED_PATIENCE = 3.0
+State = Literal["waits", "busy", "ended"]
+
+MIXED_PATIENCE = 1.5
 """Multiple of the limit after which rule 4 applies."""
 
 _ADVICE = (
-    "The ranks no longer issue the same collectives in the same order: look for a layer, a batch, a save, an evaluation or "
-    "an exception handler that runs on some ranks only. What all ranks must call must not stand under `if rank == 0`"
+    "The ranks no longer issue the same collectives in the same order: look for a layer, a batch, a save, an "
+    "evaluation or an exception handler that runs on some ranks only. What all ranks have to call must not stand under "
+    "`if rank == 0`"
 )
 
 
@@ -53,7 +56,7 @@ class Position:
     """
 
     rank: int
-    state: Literal["waits", "busy", "ended"]
+    state: State
     what: str
     step: int
     seconds: float = 0.0
@@ -95,7 +98,7 @@ def find_divergence(positions: Sequence[Position], *, limit: float) -> str | Non
     """The sentence that says how the ranks diverged, or ``None`` when the positions do not prove it.
 
     Args:
-        positions: The newest known position of every data-parallel rank. A position that has become stale proves what it
+        positions: The newest known position of every data-parallel rank. One that has become stale proves what it
             proved when it was taken.
         limit: Seconds after which a rank counts as waiting.
     """
@@ -118,8 +121,8 @@ def _different_records(positions: Sequence[Position]) -> str | None:
             if difference is not None:
                 number, here, there = difference
                 return (
-                    f"ranks disagree about {kind} number {number}: {here} on rank {first.rank}, {there} on rank {other.rank}. "
-                    f"{_summary(positions)}. {_ADVICE}"
+                    f"ranks disagree about {kind} number {number}: {here} on rank {first.rank}, {there} on rank "
+                    f"{other.rank}{_places(positions)}. {_ADVICE}"
                 )
     return None
 
@@ -141,9 +144,10 @@ def _rank_ended(waiting: Sequence[Position], positions: Sequence[Position]) -> s
     for ended in (position for position in positions if position.state == "ended"):
         for waiter in waiting:
             if ended.raised or ended.lacks(waiter):
+                advice = f"Look at the traceback of rank {ended.rank}" if ended.raised else _ADVICE
                 return (
-                    f"rank {ended.rank} {ended.describe()}, so what the others wait for never comes. {_summary(positions)}. "
-                    + (f"Look at the traceback of rank {ended.rank}" if ended.raised else _ADVICE)
+                    f"rank {ended.rank} {ended.describe()}, so what the others wait for never comes"
+                    f"{_places(positions)}. {advice}"
                 )
     return None
 
@@ -157,8 +161,8 @@ def _crossed(waiting: Sequence[Position]) -> str | None:
         for b in candidates[i + 1 :]:
             if a.lacks(b) and b.lacks(a):
                 return (
-                    f"ranks disagree: {_summary(waiting)}. Rank {a.rank} has issued {_counted(b.lacks(a))} that rank {b.rank} has "
-                    f"not, and rank {b.rank} {_counted(a.lacks(b))} that rank {a.rank} has not. {_ADVICE}"
+                    f"ranks disagree: {_summary(waiting)}. Rank {a.rank} has issued {_counted(b.lacks(a))} that rank "
+                    f"{b.rank} has not, and rank {b.rank} {_counted(a.lacks(b))} that rank {a.rank} has not. {_ADVICE}"
                 )
     return None
 
@@ -175,13 +179,17 @@ def _mixed_up(waiting: Sequence[Position], positions: Sequence[Position], limit:
     first = waiting[0]
     if any(p.lacks(first) or first.lacks(p) for p in waiting) or len({_kind(p) for p in waiting}) == 1:
         return None
-    return (
-        f"ranks disagree: {_summary(waiting)}, and none has moved for {min(p.seconds for p in waiting):.0f} s. {_ADVICE}"
-    )
+    seconds = min(position.seconds for position in waiting)
+    return f"ranks disagree: {_summary(waiting)}, and none has moved for {seconds:.0f} s. {_ADVICE}"
 
 
 def _kind(position: Position) -> str:
     return position.what.partition(" of ")[0] if not position.own else position.what
+
+
+def _places(positions: Sequence[Position]) -> str:
+    """The summary in brackets, where it tells the ranks apart."""
+    return f" ({_summary(positions)})" if len({position.describe() for position in positions}) > 1 else ""
 
 
 def _summary(positions: Sequence[Position]) -> str:

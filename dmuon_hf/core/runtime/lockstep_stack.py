@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 __all__ = ["Sample", "sample_thread"]
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[2]}/"
 # Wrappers that add a frame below the one that says what is done.
 _TRANSPARENT = tuple(_TORCH + name for name in ("_ops.py", "utils/_contextlib.py", "distributed/c10d_logger.py"))
 # Files whose frames sit directly on a blocking call of c10d.
 _COLLECTIVE = tuple(
-    _TORCH + "distributed" + os.sep + name
+    f"{_TORCH}distributed/{name}"
     for name in (
         "distributed_c10d.py",
         "_functional_collectives.py",
@@ -61,7 +61,8 @@ def sample_thread(thread: int, *, depth: int = 2) -> Sample | None:
         operation=operation,
         subject=_fsdp_module(frames) if operation is not None else "",
         trail=tuple(
-            f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in (own or frames)[:depth]
+            f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            for frame in (own or frames)[:depth]
         ),
     )
 
@@ -73,7 +74,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _operation(frames: list[FrameType]) -> str | None:
-    """Name of the collective the innermost frames stand in, coarse enough to be equal on ranks that run the same one."""
+    """The collective the innermost frames stand in, named so coarsely that ranks which run the same one agree."""
     inner = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_TRANSPARENT)), None)
     if inner is None or not inner.f_code.co_filename.startswith(_COLLECTIVE):
         return None
@@ -91,7 +92,7 @@ def _fsdp_operation(frames: list[FrameType]) -> str:
 
 
 def _fsdp_module(frames: list[FrameType]) -> str:
-    """Path of the module whose FSDP2 parameter group is on the stack. Reads the locals of a thread that stands still."""
+    """Path of the module whose FSDP2 parameter group is on the stack, from the locals of a thread that stands still."""
     for frame in frames:
         if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..errors import ConfigurationError
-from ..mesh import Topology
-from .lockstep_exit import guard_exit, unguard_exit
-from .lockstep_positions import MIXED_PATIENCE, Position, find_divergence
-from .lockstep_stack import Sample, sample_thread
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.runtime.lockstep_exit import guard_exit, unguard_exit
+from dmuon_hf.core.runtime.lockstep_positions import MIXED_PATIENCE, Position, State, find_divergence
+from dmuon_hf.core.runtime.lockstep_stack import Sample, sample_thread
 
 if TYPE_CHECKING:
     from .lockstep import LockstepMonitor
@@ -141,7 +141,7 @@ class LockstepWatch:
                 failures += 1
                 if failures == _STORE_FAILURES:
                     # It goes with the process that hosts it, which is often the first to end.
-                    logger.warning("the lockstep monitor of rank %d ends, the store does not answer: %s", self._rank, error)
+                    logger.warning("the lockstep monitor ends, the store does not answer: %s", error)
                     break
             del monitor
         self.stop()
@@ -211,8 +211,8 @@ class LockstepWatch:
     def _act(self, monitor: LockstepMonitor, verdict: str, *, own: bool) -> None:
         """Let the main thread raise; end the process if it still stands there after a grace period.
 
-        In a wait of the runtime the main thread raises the verdict by itself, one look after it is known: a rank that ends
-        closes its connections, and those that stand elsewhere, and say it in the log, shall know the reason before.
+        In a wait of the runtime the main thread raises the verdict by itself, one look after it is known: a rank that
+        ends closes its connections, and those that stand elsewhere, and say it in the log, shall know the reason first.
         """
         now = time.monotonic()
         if self._named_at is None:
@@ -231,7 +231,9 @@ class LockstepWatch:
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
-    def _position(self, state: Any, what: str, *, own: bool = False, seconds: float = 0.0, raised: bool = False) -> Position:
+    def _position(
+        self, state: State, what: str, *, own: bool = False, seconds: float = 0.0, raised: bool = False
+    ) -> Position:
         monitor = self._monitor()
         assert monitor is not None
         return Position(
@@ -267,9 +269,10 @@ def _own_store(group: ProcessGroup) -> Any | None:
         own = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(_STORE_TIMEOUT)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
-        logger.warning("the lockstep monitor is off: %s cannot be used from a second thread (%s)", type(store).__name__, error)
+        logger.warning("the lockstep monitor is off: no second connection to the store (%s)", error)
         return None
-    return dist.PrefixStore(f"dmuon_lockstep/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{number}/", own)
+    prefix = f"dmuon_lockstep/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{number}/"
+    return dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
 
 
 def _issued() -> dict[str, int]:
@@ -277,7 +280,7 @@ def _issued() -> dict[str, int]:
     counts: dict[str, int] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):
-            counts[_label(group, name)] = group._get_sequence_number_for_group()
+            counts[_label(group, name)] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counts
 
 

@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..mesh import Topology
-from .collectives import InFlight, broadcast_segments, issue_on
-from .comm_context import DedicatedCommContext
-from .dedicated import DedicatedParam, Version
-from .layout import PackedLayout
-from .publish import ColumnCopy
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.runtime.collectives import InFlight, broadcast_segments, issue_on
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
+from dmuon_hf.core.runtime.layout import PackedLayout
+from dmuon_hf.core.runtime.publish import ColumnCopy
 
 __all__ = ["OwnerBroadcast", "WeightPlacement"]
 

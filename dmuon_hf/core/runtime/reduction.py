@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..mesh import Topology
-from .collectives import InFlight, exchange_to_owners, issue_on, reduce_segments_to_owners
-from .comm_context import DedicatedCommContext
-from .layout import PackedLayout, Segment
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.runtime.collectives import InFlight, exchange_to_owners, issue_on, reduce_segments_to_owners
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.layout import PackedLayout, Segment
 
 __all__ = ["OwnerReduction", "PendingReduction"]
 

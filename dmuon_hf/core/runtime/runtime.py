@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import ConfigurationError, DMuonError
-from ..mesh import Topology
-from ..plan import Plan
-from .comm_context import DedicatedCommContext
-from .dedicated import DedicatedParam
-from .fsdp_patch import SYNC_LISTENER
-from .hooks import register_root_hooks, register_unit_hooks
-from .lockstep import Collective
-from .schedule import BackwardPass, Prefetcher
-from .unit import Unit
+from dmuon_hf.core.errors import ConfigurationError, DMuonError
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.plan import Plan
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.dedicated import DedicatedParam
+from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER
+from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
+from dmuon_hf.core.runtime.lockstep import Collective
+from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher
+from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["Runtime", "attach", "detach", "hidden", "require_runtime", "runtime_of"]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import Variable
 
-from ..errors import DMuonError
-from .unit import Unit
+from dmuon_hf.core.errors import DMuonError
+from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["BackwardPass", "Prefetcher", "graph_task"]
 

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from ..errors import DMuonError
+from dmuon_hf.core.errors import DMuonError
 
 __all__ = ["GradState", "IllegalTransitionError", "StateMachine", "WeightState", "grad_machine", "weight_machine"]
 

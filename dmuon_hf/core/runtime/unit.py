@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..errors import DMuonError
-from ..mesh import Topology
-from .collectives import InFlight
-from .comm_context import DedicatedCommContext
-from .dedicated import DedicatedParam, Version
-from .layout import PackedLayout
-from .lockstep import Collective
-from .owned_tensor import OwnedTensor
-from .placement import WeightPlacement
-from .reduction import OwnerReduction, PendingReduction
-from .states import GradState, WeightState, grad_machine, weight_machine
+from dmuon_hf.core.errors import DMuonError
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.runtime.collectives import InFlight
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
+from dmuon_hf.core.runtime.layout import PackedLayout
+from dmuon_hf.core.runtime.lockstep import Collective
+from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.placement import WeightPlacement
+from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction
+from dmuon_hf.core.runtime.states import GradState, WeightState, grad_machine, weight_machine
 
 __all__ = ["Unit"]
 
@@ -268,7 +268,7 @@ class Unit:
             self._grads.to(GradState.IDLE)
 
     def _add_grad(self, i: int, grad: Tensor | None) -> None:
-        """Add the owner's gradient (``None`` off the owner, or for a zero gradient) to the owned parameter's ``.grad``."""
+        """Add a gradient (``None`` off the owner, or for a zero one) to the owned parameter's ``.grad``."""
         owned = self.params[i].param
         assert isinstance(owned, OwnedTensor)
         if owned.grad is None:

@@ -1,0 +1,35 @@
+"""The scripts printed in the documentation run as they are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_ranks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def scripts(page: str) -> dict[str, str]:
+    """Code blocks of a page that begin with a ``# file: name`` line, by name."""
+    blocks = re.findall(r"```python\n# file: (\S+)\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    return dict(blocks)
+
+
+def run_script(rank: int, world: int, folder: str, script: str) -> list[float]:
+    sys.path.insert(0, folder)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    exec(compile((Path(folder) / script).read_text(), script, "exec"), namespace)  # noqa: S102
+    return []
+
+
+@pytest.mark.parametrize(("script", "world"), [("train_fsdp2.py", 2), ("train_hsdp.py", 4)])
+def test_quick_start_scripts_run(script: str, world: int, tmp_path: Path) -> None:
+    found = scripts("quick_start.md")
+    assert set(found) == {"model.py", "train_fsdp2.py", "train_hsdp.py"}
+    for name, text in found.items():
+        (tmp_path / name).write_text(text)
+    run_ranks(run_script, world, str(tmp_path), script, init=False)
