@@ -16,7 +16,7 @@ from torch import nn
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
 
-__all__ = ["HookBoundaries", "block_class_names"]
+__all__ = ["HookBoundaries", "block_class_names", "embeddings"]
 
 _BLOCK_LIST_NAMES = frozenset({"layers", "blocks", "h", "block"})
 
@@ -25,6 +25,19 @@ def block_class_names(model: nn.Module) -> tuple[str, ...]:
     """Class names in the model's `_no_split_modules` that are blocks (embedding modules are listed there as well)."""
     names = getattr(model, "_no_split_modules", None) or ()
     return tuple(sorted(name for name in names if "Embed" not in name))
+
+
+def embeddings(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the output head that the model names, None for those it does not have."""
+    return _named_by(model, "get_input_embeddings"), _named_by(model, "get_output_embeddings")
+
+
+def _named_by(model: nn.Module, getter: str) -> nn.Module | None:
+    try:
+        module: nn.Module | None = getattr(model, getter, lambda: None)()
+    except NotImplementedError:
+        return None
+    return module
 
 
 class HookBoundaries:

@@ -15,13 +15,14 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.boundaries import HookBoundaries, embeddings
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import runtime_of
 
 if TYPE_CHECKING:
     from accelerate.state import AcceleratorState
 
-__all__ = ["check_any_muon", "check_launch", "check_model", "check_training_arguments"]
+__all__ = ["check_any_muon", "check_launch", "check_model", "check_shared_parameters", "check_training_arguments"]
 
 _USE_FSDP2 = "use FSDP2: `fsdp_version: 2` in the accelerate config, or DMuonPlugin"
 
@@ -60,6 +61,30 @@ def check_any_muon(model: nn.Module, specs: Sized) -> None:
             f"no trainable parameter of {type(model).__name__} is routed to Muon, so this would be plain AdamW. Print "
             "dmuon_hf.routes(model) to see why, and pass routes={pattern: 'muon'} or predicate= to choose matrices"
         )
+
+
+def check_shared_parameters(model: nn.Module) -> None:
+    """Refuse weights that FSDP2 groups of accelerate would share: only one tie is put into one group, input to output.
+
+    Encoder-decoder models that share their embedding among encoder, decoder and head are of this kind.
+    """
+    tied = embeddings(model)
+    boundaries = HookBoundaries(model)
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
+    for names in holders.values():
+        if len(names) == 1:
+            continue
+        modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        blocks = {boundaries.block_name(name) for name in names}
+        if len(blocks) == 1 and None not in blocks:
+            continue
+        if not all(any(module is allowed for allowed in tied) for module in modules):
+            raise NotImplementedError(
+                f"one parameter is shared by {', '.join(names)}, which accelerate puts into different FSDP2 groups; "
+                "training such a model under FSDP2 is not built yet. Train it in one process, or untie the weights"
+            )
 
 
 def check_training_arguments(args: Any) -> None:

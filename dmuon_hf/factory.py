@@ -215,6 +215,8 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> None:
         return
     specs = muon_specs(routes(model, predicate=options.predicate, overrides=options.routes))
     checks.check_any_muon(model, specs)
+    if launch.shard_mesh is not None:
+        checks.check_shared_parameters(model)
     launch.dedicate(model, specs)
 
 

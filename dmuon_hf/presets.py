@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import nn
 
-from dmuon_hf.boundaries import HookBoundaries
+from dmuon_hf.boundaries import HookBoundaries, embeddings
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.families import PRESETS, rule_for
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 RouteName = Literal["muon", "adamw", "frozen"]
 Predicate = Callable[[str, nn.Parameter], bool]
+
+# Models whose peculiarities were logged already.
+_reported: WeakSet[nn.Module] = WeakSet()
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 _FUSED_NAMES = frozenset(
@@ -107,8 +112,9 @@ class _Context:
     def __init__(self, model: nn.Module) -> None:
         self._modules = {canonical_name(name, model): module for name, module in model.named_modules()}
         self._boundaries = HookBoundaries(model)
-        self._input_embedding = _weight_of(model, "get_input_embeddings")
-        self._output_embedding = _weight_of(model, "get_output_embeddings")
+        self._input_embedding, self._output_embedding = (
+            getattr(module, "weight", None) for module in embeddings(model)
+        )
         self._model = model
         self._unknown_fused: list[str] = []
 
@@ -138,10 +144,13 @@ class _Context:
         return Route("muon", self._spec(name, parameter), source)
 
     def report(self, table: Mapping[str, Route]) -> None:
-        """Log, once per call and per fact, what a user may not expect."""
+        """Log what a user may not expect, once per model, on one rank."""
+        if self._model in _reported or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        _reported.add(self._model)
         stacks = [name for name, route in table.items() if route.reason == _EXPERT_STACK]
         if stacks:
-            logger.info("%d expert stacks are updated by AdamW in this release, first %s", len(stacks), stacks[0])
+            logger.warning("%d expert stacks are updated by AdamW in this release, first %s", len(stacks), stacks[0])
         fused = [name for name in self._unknown_fused if table[name].route == "muon"]
         if fused:
             logger.warning(
@@ -198,15 +207,6 @@ class _Context:
 
 
 _EXPERT_STACK = "stack of matrices (experts)"
-
-
-def _weight_of(model: nn.Module, getter: str) -> nn.Parameter | None:
-    """Weight of the module that `model.<getter>()` returns; None for models without that method or module."""
-    try:
-        module = getattr(model, getter, lambda: None)()
-    except NotImplementedError:
-        return None
-    return getattr(module, "weight", None)
 
 
 def _is_embedding(module: nn.Module) -> bool:

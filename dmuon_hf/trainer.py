@@ -1,4 +1,4 @@
-"""What the hooks on `transformers.Trainer` do: build the optimizer that `dmuon_hf.create()` describes, resume safely."""
+"""What the hooks on `transformers.Trainer` do: build what `dmuon_hf.create()` describes, and resume safely."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ class TrainerOptimizerFactory:
 
 def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """`Trainer.__init__`: pass the result of `create()` on as the Trainer's optimizer factory."""
-    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
-    description = bound.arguments.get("optimizers")
-    if not isinstance(description, DMuonOptimizers):
+    # By position or by name; other arguments pass through as they are, also ones that decorators rename.
+    position = list(inspect.signature(original).parameters).index("optimizers") - 1
+    given = kwargs.get("optimizers", args[position] if len(args) > position else None)
+    if not isinstance(given, DMuonOptimizers):
         original(trainer, *args, **kwargs)
         return
-    if bound.arguments.get("optimizer_cls_and_kwargs") is not None:
+    if kwargs.get("optimizer_cls_and_kwargs") is not None or len(args) > position + 1:
         raise ConfigurationError("pass either optimizers=dmuon_hf.create(...) or optimizer_cls_and_kwargs, not both")
-    bound.arguments["optimizers"] = (None, None)
-    bound.arguments["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, description), {})
-    original(*bound.args, **bound.kwargs)
+    kwargs.pop("optimizers", None)
+    kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, given), {})
+    original(trainer, *args[:position], **kwargs)
 
 
 def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -77,7 +78,7 @@ def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_st
 def train(
     original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """`Trainer.train`: resume from the last checkpoint that was written to its end, not from one that a crash cut off."""
+    """`Trainer.train`: resume from the last checkpoint that was written to its end, not one that a crash cut off."""
     if resume_from_checkpoint is True and _description(trainer) is not None:
         resume_from_checkpoint = str(last_complete_checkpoint(Path(trainer.args.output_dir)))
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
@@ -92,15 +93,18 @@ def last_complete_checkpoint(directory: Path) -> Path:
     steps = {path: path.name.removeprefix("checkpoint-") for path in directory.glob("checkpoint-*") if path.is_dir()}
     found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
     for path in reversed(found):
-        try:
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning(
-                "%s is incomplete, most likely because the run ended while it was saved; passing it by", path
-            )
-        else:
+        if _is_json(path / "trainer_state.json"):
             return path
+        logger.warning("%s is incomplete, most likely because the run ended while it was saved; passing it by", path)
     raise ConfigurationError(f"there is no complete checkpoint to resume from in {directory}")
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _description(trainer: Any) -> DMuonOptimizers | None:

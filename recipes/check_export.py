@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("reference", help="safetensors file with input_ids and logits")
     parser.add_argument("--prompt", default=None, help="text to continue (default: no generation)")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest allowed difference of two logits")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest allowed difference, relative to the largest logit"
+    )
     options = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(options.directory).eval()
@@ -31,7 +33,7 @@ def main() -> int:
     with torch.inference_mode():
         logits = model(input_ids=reference["input_ids"]).logits.float()
     difference = (logits - reference["logits"]).abs().max().item()
-    equal = difference <= options.tolerance
+    equal = difference <= options.tolerance * reference["logits"].abs().max().item()
     verdict = "equal" if equal else "DIFFERENT"
     print(f"reopened {options.directory}: largest difference of a logit {difference:.2e} ({verdict})")
     if options.prompt is not None:

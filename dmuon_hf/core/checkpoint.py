@@ -34,7 +34,7 @@ StateKey: TypeAlias = tuple[str, str, str]
 
 @torch.no_grad()
 def get_model_state_dict(
-    model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True, timeout: timedelta = MEETING_TIMEOUT
+    model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True, timeout: timedelta | None = None
 ) -> dict[str, Any]:
     """The state dict that the model would have in one process: whole plain tensors, buffers and tied names included.
 
@@ -44,13 +44,14 @@ def get_model_state_dict(
         model: with dedicated and FSDP2 parameters, or without either.
         cpu_offload: give tensors on the CPU.
         rank0_only: give the result on rank 0 and an empty dict on the others.
-        timeout: how long to wait for ranks that have not called this.
+        timeout: how long to wait for ranks that have not called this; as long as it takes unless they are known never
+            to come, if left out.
 
     Returns:
         Canonical name to tensor, none of which aliases the model. Tied names share one tensor.
 
     Raises:
-        LockstepError: a rank did not call this in time.
+        LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "get_model_state_dict", timeout)
     keep = not rank0_only or _is_first(runtime)
@@ -70,9 +71,7 @@ def get_model_state_dict(
 
 
 @torch.no_grad()
-def set_model_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any], *, timeout: timedelta = MEETING_TIMEOUT
-) -> None:
+def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, timeout: timedelta | None = None) -> None:
     """Load a state dict of whole tensors, as `get_model_state_dict` or a single process makes it.
 
     A collective: every rank calls it, either all with the state dict, or rank 0 with it and others with an empty one,
@@ -81,12 +80,13 @@ def set_model_state_dict(
     Args:
         model: with dedicated and FSDP2 parameters, or without either.
         state_dict: names to whole tensors; of tied names one is enough.
-        timeout: how long to wait for ranks that have not called this.
+        timeout: how long to wait for ranks that have not called this; as long as it takes unless they are known never
+            to come, if left out.
 
     Raises:
         ConfigurationError: on every rank, if on any a name is missing or unexpected or a shape differs; nothing
             changed.
-        LockstepError: a rank did not call this in time.
+        LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "set_model_state_dict", timeout)
     group = _group(runtime)
@@ -112,7 +112,7 @@ def get_optimizer_state_dict(
     *,
     cpu_offload: bool = True,
     rank0_only: bool = True,
-    timeout: timedelta = MEETING_TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state by parameter name, as whole plain tensors. A collective: every rank calls it.
 
@@ -121,7 +121,8 @@ def get_optimizer_state_dict(
         optimizer: a `Muon`, or a wrapper with its ``param_groups`` and ``state``.
         cpu_offload: give tensors on the CPU.
         rank0_only: give the result on rank 0 and empty sections on the others.
-        timeout: how long to wait for ranks that have not called this.
+        timeout: how long to wait for ranks that have not called this; as long as it takes unless they are known never
+            to come, if left out.
 
     Returns:
         A dict of four sections. ``"dedicated"``: name to ``{"momentum_buffer"}`` of the muon route. ``"fsdp"``: name to
@@ -130,7 +131,7 @@ def get_optimizer_state_dict(
 
     Raises:
         ConfigurationError: the optimizer has no routes, or holds a parameter that the model has not.
-        LockstepError: a rank did not call this in time.
+        LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "get_optimizer_state_dict", timeout)
     keep = not rank0_only or _is_first(runtime)
@@ -149,7 +150,7 @@ def set_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     *,
-    timeout: timedelta = MEETING_TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> None:
     """Load what `get_optimizer_state_dict` gave, on any number of ranks: the state in place, and all hyperparameters.
 
@@ -160,12 +161,13 @@ def set_optimizer_state_dict(
         model: the model that the optimizer trains.
         optimizer: a `Muon` with the groups that the state was saved with.
         state_dict: in the form of `get_optimizer_state_dict`.
-        timeout: how long to wait for ranks that have not called this.
+        timeout: how long to wait for ranks that have not called this; as long as it takes unless they are known never
+            to come, if left out.
 
     Raises:
         ConfigurationError: on every rank, if on any a parameter has no state, another route or another shape, or the
             groups differ; nothing changed.
-        LockstepError: a rank did not call this in time.
+        LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "set_optimizer_state_dict", timeout)
     group = _group(runtime)
@@ -192,10 +194,11 @@ def set_optimizer_state_dict(
 # Ranks and devices
 
 
-def _begin(model: nn.Module, what: str, timeout: timedelta) -> Runtime | None:
+def _begin(model: nn.Module, what: str, timeout: timedelta | None) -> Runtime | None:
     """Meet the other ranks and drain what is in flight."""
     runtime = runtime_of(model)
-    meet(what, _group(runtime), timeout=timeout)
+    if timeout is not None or runtime is None or not runtime.context.monitor.meet(what):
+        meet(what, _group(runtime), timeout=timeout or MEETING_TIMEOUT)
     if runtime is not None:
         runtime.finish_publish()
     return runtime

@@ -31,17 +31,21 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers, of which `skip` are left out, and a head; input `(batch, WIDTH)`, output a scalar loss."""
+    """Layers and a head; input `(batch, WIDTH)`, output a scalar loss.
+
+    Layers in `skip` do not run; those in `unused` run and their output is dropped, so that they get no gradient.
+    """
 
     def __init__(self, *, norm: bool, layers: int = LAYERS) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(norm=norm) for _ in range(layers))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor, skip: Collection[int] = ()) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, skip: Collection[int] = (), unused: Collection[int] = ()) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
             if i not in skip:
-                x = layer(x)
+                y = layer(x)
+                x = x if i in unused else y
         return self.head(x).square().mean()
 
 

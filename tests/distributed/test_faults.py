@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -14,11 +13,12 @@ import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import LockstepError
 from tests.distributed.lockstep_setup import Net, part_of, prepare
 from tests.harness import RankOutcome, run_ranks_outcomes
-from tests.harness.faults import die, fail, on_call
+from tests.harness.faults import die, fail
 
-LIMIT = 2.0
 ODD = 1  # the rank that does something else
-STEPS = 3
+LIMIT = 2.0
+ENV = {"DMUON_HANG_SECONDS": str(LIMIT), "DMUON_HANG_ABORT_SECONDS": "3"}
+SOON = 30.0
 
 
 def train_step(model: Net, optimizer: dmuon.Muon, step: int, rank: int, world: int, **options: Any) -> None:
@@ -27,69 +27,83 @@ def train_step(model: Net, optimizer: dmuon.Muon, step: int, rank: int, world: i
     optimizer.zero_grad()
 
 
-def _drop_layer(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+def drop_layer(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     train_step(model, optimizer, 1, rank, world, skip=(2,) if rank == ODD else ())
 
 
-def _drop_two_layers(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+def drop_two_layers(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     train_step(model, optimizer, 1, rank, world, skip=(1, 2) if rank == ODD else ())
 
 
-def _skip_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+def lose_gradient(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    train_step(model, optimizer, 1, rank, world, unused=(2,) if rank == ODD else ())
+
+
+def skip_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     loss = model(part_of(1, rank, world))
     if rank != ODD:
         loss.backward()
     optimizer.step()
 
 
-def _skip_step(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+def skip_step(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     model(part_of(1, rank, world)).backward()
     if rank != ODD:
         optimizer.step()
 
 
-def _skip_batch(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+def skip_batch(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     if rank != ODD:
         train_step(model, optimizer, 1, rank, world)
 
 
-def _save_alone(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+def save_alone(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    if rank == ODD:
+        dmuon.get_model_state_dict(model)
+
+
+def save_alone_with_torch(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     if rank == ODD:
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def _swallow_error(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
-    model.layers[1].register_full_backward_hook(lambda *_: fail() if rank == ODD else None)
+def break_in_backward(model: Net, rank: int, action: Any) -> None:
+    """Do `action` on the odd rank between the backward of two layers."""
+    model.layers[1].register_full_backward_hook(lambda *_: action() if rank == ODD else None)
+
+
+def swallow_error(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    break_in_backward(model, rank, fail)
     try:
-        model(part_of(1, rank, world)).backward()
+        train_step(model, optimizer, 1, rank, world)
     except RuntimeError:
         optimizer.zero_grad()
-        return
-    optimizer.step()
 
 
-def _raise_in_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
-    model.layers[1].register_full_backward_hook(lambda *_: fail() if rank == ODD else None)
-    model(part_of(1, rank, world)).backward()
+def raise_in_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    break_in_backward(model, rank, fail)
+    train_step(model, optimizer, 1, rank, world)
 
 
-def _die_in_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
-    model.layers[1].register_full_backward_hook(lambda *_: die() if rank == ODD else None)
-    model(part_of(1, rank, world)).backward()
+def die_in_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    break_in_backward(model, rank, die)
+    train_step(model, optimizer, 1, rank, world)
 
 
-FAULTS: dict[str, Callable[..., None]] = {
-    f.__name__.lstrip("_"): f
-    for f in (
-        _drop_layer,
-        _drop_two_layers,
-        _skip_backward,
-        _skip_step,
-        _skip_batch,
-        _save_alone,
-        _swallow_error,
-        _raise_in_backward,
-        _die_in_backward,
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        drop_layer,
+        drop_two_layers,
+        lose_gradient,
+        skip_backward,
+        skip_step,
+        skip_batch,
+        save_alone,
+        save_alone_with_torch,
+        swallow_error,
+        raise_in_backward,
+        die_in_backward,
     )
 }
 
@@ -98,6 +112,78 @@ def train_with_fault(rank: int, world: int, fault: str, mode: str, norm: bool) -
     model, optimizer = prepare(world, mode, norm=norm)
     train_step(model, optimizer, 0, rank, world)
     FAULTS[fault](model, optimizer, rank, world)
-    for step in range(2, 2 + STEPS):
+    for step in range(2, 5):
         train_step(model, optimizer, step, rank, world)
     dist.barrier()
+
+
+def run_fault(fault: str, mode: str, *, norm: bool, world: int = 2) -> list[RankOutcome]:
+    """What became of the ranks; all of them ended by themselves, soon."""
+    outcomes = run_ranks_outcomes(train_with_fault, world, fault, mode, norm, timeout=SOON + 10, env=ENV)
+    for outcome in outcomes:
+        assert outcome.status in ("raised", "died"), outcome.report()
+        assert outcome.seconds < SOON, outcome.report()
+    return outcomes
+
+
+def said(outcome: RankOutcome) -> str:
+    """What a rank raised and printed."""
+    return outcome.log + (f"{outcome.exception.type_name}: {outcome.exception.message}" if outcome.exception else "")
+
+
+def raised_lockstep_error(outcome: RankOutcome) -> bool:
+    return outcome.exception is not None and outcome.exception.is_a(LockstepError)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode", "norm", "world", "words"),
+    [
+        ("drop_layer", "z3", True, 2, ["FSDP2 all-gather of layers.3", "gather of unit layers.3"]),
+        ("drop_two_layers", "z3", False, 2, ["gather of unit layers.2", "gather of unit layers.3"]),
+        ("lose_gradient", "z3", False, 2, ["reduction of unit layers.2", "gather of unit layers.0"]),
+        ("skip_backward", "z3", True, 2, ["FSDP2 all-gather of layers.3", "optimizer agreement"]),
+        ("skip_step", "z2", True, 2, ["optimizer agreement", "FSDP2 all-gather of the root module"]),
+        ("skip_step", "hsdp", False, 4, ["optimizer agreement", "FSDP2 all-gather of the root module"]),
+        ("save_alone", "z3", True, 2, ["get_model_state_dict", "FSDP2 all-gather of the root module"]),
+        ("save_alone_with_torch", "hsdp", True, 4, ["get_model_state_dict", "FSDP2 all-gather of the root module"]),
+        ("swallow_error", "z3", False, 2, ["reduction of unit layers.1", "gather of unit layers.0"]),
+    ],
+)
+def test_rank_that_leaves_the_order_is_named_on_every_rank(
+    fault: str, mode: str, norm: bool, world: int, words: list[str]
+) -> None:
+    outcomes = run_fault(fault, mode, norm=norm, world=world)
+    assert any(raised_lockstep_error(outcome) for outcome in outcomes)
+    for outcome in outcomes:
+        assert "ranks disagree" in said(outcome), outcome.report()
+        for word in words:
+            assert word in said(outcome), outcome.report()
+
+
+def test_rank_one_batch_short_is_named_although_every_wait_is_torchs_own() -> None:
+    for outcome in run_fault("skip_batch", "z3", norm=True):
+        assert "rank 0 waits in FSDP2 all-gather of the root module (step 4)" in said(outcome)
+        assert "rank 1 waits in torch.distributed.barrier (step 4)" in said(outcome)
+        assert "train_with_fault" in said(outcome)
+
+
+def test_layers_dropped_on_one_rank_are_found_by_the_next_step_where_no_wait_shows_it() -> None:
+    for outcome in run_fault("drop_two_layers", "z2", norm=False):
+        assert raised_lockstep_error(outcome), outcome.report()
+        assert "rank 0 issued the gather of unit layers.2, rank 1 the gather of unit layers.3" in said(outcome)
+        assert outcome.seconds < LIMIT
+
+
+@pytest.mark.parametrize("fault", ["raise_in_backward", "die_in_backward"])
+def test_rank_that_is_gone_is_an_error_on_the_others_at_once(fault: str) -> None:
+    survivor = run_fault(fault, "z3", norm=False)[1 - ODD]
+    assert raised_lockstep_error(survivor)
+    assert re.search(r"a peer was lost while this rank waited for \w+ of unit layers\.\d", said(survivor))
+    assert survivor.seconds < LIMIT + 3
+
+
+@pytest.mark.parametrize("fault", ["raise_in_backward", "die_in_backward"])
+def test_rank_that_is_gone_in_fsdp_is_an_error_on_the_others(fault: str) -> None:
+    survivor = run_fault(fault, "hsdp", norm=True, world=4)[0]
+    assert survivor.exception is not None
+    assert "peer" in said(survivor)

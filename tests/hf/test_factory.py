@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,25 @@ def _with_optim(rank: int, world: int, directory: str) -> None:
 def test_another_optim_argument_raises(tmp_path: Path) -> None:
     (outcome,) = run_ranks(_with_optim, 1, str(tmp_path), init=False, expect_failure=True)
     assert "adafactor" in error_of(outcome)
+
+
+def _by_position(rank: int, world: int, directory: str) -> bool:
+    names = list(inspect.signature(Trainer.__init__).parameters)[1:]
+    values = {"model": tiny_llama(), "args": arguments(directory), "optimizers": create(ns_steps=3)}
+    trainer = Trainer(*(values.get(name) for name in names[: names.index("optimizers") + 1]))
+    trainer.create_optimizer()
+    return _groups(trainer.optimizer)["decay/muon"]["ns_steps"] == 3
+
+
+def test_optimizers_passed_by_position_are_understood(tmp_path: Path) -> None:
+    assert run_ranks(_by_position, 1, str(tmp_path), init=False) == [True]
+
+
+def _both(rank: int, world: int, directory: str) -> None:
+    optimizer = (torch.optim.SGD, {"lr": 0.1})
+    Trainer(tiny_llama(), arguments(directory), optimizers=create(), optimizer_cls_and_kwargs=optimizer)
+
+
+def test_create_beside_another_optimizer_class_raises(tmp_path: Path) -> None:
+    (outcome,) = run_ranks(_both, 1, str(tmp_path), init=False, expect_failure=True)
+    assert "not both" in error_of(outcome)

@@ -77,6 +77,16 @@ def test_qwen3_next_splits_query_and_gate_and_keeps_the_rest_of_gated_delta_on_a
         assert table["model." + name].route == "adamw", name
 
 
+def test_expert_stacks_on_adamw_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = _qwen3_next()
+    with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
+        routes(model)
+        routes(model)
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "4 expert stacks are updated by AdamW in this release"
+    ]
+
+
 def test_qwen3_next_query_rows_are_what_its_forward_calls_query() -> None:
     attention = _qwen3_next().model.layers[1].self_attn
     query, gate = MatrixSpec(groups=4, sections=(16, 16)).split(attention.q_proj.weight)
@@ -181,8 +191,10 @@ def test_unknown_fused_layout_is_one_matrix_and_said_once(caplog: pytest.LogCapt
             super().__init__()
             self.layers = nn.ModuleList([Block(), Block()])
 
+    model = Model()
     with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
-        table = routes(Model())
+        table = routes(model)
+        routes(model)
     assert table["layers.0.qkv_proj.weight"].spec == MatrixSpec()
     assert [record.message for record in caplog.records if "fused" in record.message] == [
         "2 weights look fused but their layout is not known here; each is orthogonalised as one matrix, "

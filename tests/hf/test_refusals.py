@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig, TorchDynamoPlugin
 from torch import nn
@@ -127,6 +128,19 @@ def test_model_sharded_by_transformers_is_refused() -> None:
 def test_wrapped_model_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="DataParallel wrapper"):
         create_optimizer(nn.DataParallel(tiny_llama()), lr=1e-3)
+
+
+def _encoder_decoder(rank: int, world: int) -> None:
+    as_launched()
+    Accelerator()
+    config = tf.T5Config(d_model=64, d_ff=96, num_layers=1, num_heads=4, d_kv=16, vocab_size=128)
+    create_optimizer(tf.T5ForConditionalGeneration(config), lr=1e-3)
+
+
+def test_embedding_shared_by_encoder_and_decoder_is_refused_under_fsdp2() -> None:
+    outcomes = run_ranks(_encoder_decoder, 2, init=False, env=fsdp_env(2), expect_failure=True)
+    for outcome in outcomes:
+        assert re.search("encoder.embed_tokens.weight.*not built yet", error_of(outcome))
 
 
 def _sharded_before(rank: int, world: int) -> None:

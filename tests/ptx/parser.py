@@ -124,7 +124,7 @@ def parse(ptx: str, entry: str | None = None) -> Kernel:
             statement = " ".join(match["text"].split())
             if statement.startswith(".reg"):
                 _declare(statement, registers)
-            elif statement and not statement.startswith(("." + "pragma", ".shared")):
+            elif statement and not statement.startswith((".pragma", ".shared")):
                 instructions.append(_instruction(statement))
     shared, static = _shared_symbols(text)
     parameters = dict(_parameter(p) for p in (found[0][2] or "").split(",") if p.strip())

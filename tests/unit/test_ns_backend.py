@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import (
@@ -101,6 +103,17 @@ def test_flop_counts_are_those_of_the_algorithms():
     assert gram_flops(m, n, segment_lengths=(2, 3), share=1.0) == 8 * m * m * n + 28 * m**3
     assert gram_flops(m, n, segment_lengths=(2, 3), share=0.5) == 6 * m * m * n + 14 * m**3
     assert gram_flops(m, n, segment_lengths=(5,), share=1.0) == 4 * m * m * n + 34 * m**3
+
+
+@pytest.mark.parametrize("shape", [(640, 640), (640, 2560), (2560, 640)], ids=str)
+@pytest.mark.parametrize("backend", ["gram", "direct", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flops_are_those_that_pytorch_counts(monkeypatch, backend, shape, dtype):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    ns = NewtonSchulz(backend, dtype=dtype)
+    with FlopCounterMode(display=False) as counter, FakeTensorMode():
+        ns(torch.empty(shape))
+    assert ns.flops(*shape, dtype=dtype) == pytest.approx(counter.get_total_flops(), rel=1e-12)
 
 
 def test_unknown_backend_raises_with_the_choices():

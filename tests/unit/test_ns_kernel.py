@@ -26,17 +26,6 @@ def test_kernel_resolves_to_the_library(arguments):
     assert NewtonSchulz(**arguments).kernel_name == "cublas"
 
 
-@pytest.mark.parametrize("kernel", ["quack", "cute_sm80"])
-def test_kernel_that_does_not_exist_yet_raises_at_construction(kernel):
-    with pytest.raises(NotImplementedError, match=rf"kernel='{kernel}'.*not part of this version.*'cublas'"):
-        NewtonSchulz(kernel=kernel)
-
-
-def test_unknown_kernel_raises_with_the_choices():
-    with pytest.raises(ConfigurationError, match="'auto', 'quack', 'cute_sm80', 'cublas'"):
-        NewtonSchulz(kernel="cutlass")
-
-
 @pytest.mark.parametrize("value", ["cublas", "auto", ""])
 def test_environment_may_name_the_library(monkeypatch, value):
     monkeypatch.setenv("DMUON_NS_KERNEL", value)
@@ -79,18 +68,19 @@ def test_library_kernel_with_deterministic_does_not_warn():
 
 def test_ns_backend_line_names_the_kernel_and_the_gpu(monkeypatch):
     assert get_ns_backend() == "Gram NS · kernel=cublas (SM0, universal fallback)"
-    monkeypatch.setattr("dmuon_hf.core.ns.kernels._sm_version", lambda: 90)
-    assert get_ns_backend() == "Gram NS · kernel=cublas (SM90, universal fallback)"
+    monkeypatch.setattr("dmuon_hf.core.ns.kernels.sm_version", lambda: 75)
+    assert get_ns_backend() == "Gram NS · kernel=cublas (SM75, universal fallback)"
 
 
 def test_backend_status_has_the_documented_keys():
-    assert get_backend_status() == {
+    documented = {
         "sm_version": 0,
         "auto_choice": "cublas",
         "quack_available": False,
         "cute_sm80_available": False,
         "cublas_always_available": True,
     }
+    assert get_backend_status().items() >= documented.items()
 
 
 def test_import_and_use_on_a_cpu_leave_cuda_alone():
@@ -115,22 +105,33 @@ def test_blocked_symmetric_product_equals_the_whole_one(monkeypatch, rows, dtype
         torch.testing.assert_close(result.double(), expected, **tolerance)
 
 
-def test_block_rows_grow_with_the_thread_count(monkeypatch):
+def test_blocks_are_as_many_as_their_overhead_allows(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    assert [row_blocks(rows, torch.float32, CPU) for rows in (1, 159, 160, 640, 5000)] == [1, 1, 2, 8, 8]
-    assert row_blocks(640, torch.bfloat16, CPU) == 4
-    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    assert row_blocks(640, torch.float32, CPU) == 2
+    assert [row_blocks(rows, rows, torch.float32, CPU) for rows in (1, 100, 256, 512, 5000)] == [1, 1, 4, 8, 8]
+    assert [row_blocks(rows, rows, torch.bfloat16, CPU) for rows in (256, 512, 1024, 5000)] == [1, 2, 8, 8]
+
+
+def test_deeper_products_have_more_blocks_of_enough_rows(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert [row_blocks(512, depth, torch.bfloat16, CPU) for depth in (64, 512, 2048, 8192)] == [1, 2, 4, 4]
+
+
+def test_more_threads_make_fewer_blocks(monkeypatch):
+    blocks = []
+    for threads in (1, 2, 4, 16):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+        blocks.append(row_blocks(640, 640, torch.float32, CPU))
+    assert blocks == [8, 8, 4, 1]
 
 
 def test_blocks_are_only_used_where_they_were_measured():
-    assert row_blocks(4096, torch.float16, CPU) == 1
-    assert row_blocks(4096, torch.float32, torch.device("cuda")) == 1
+    assert row_blocks(4096, 4096, torch.float16, CPU) == 1
+    assert row_blocks(4096, 4096, torch.float32, torch.device("cuda")) == 1
 
 
 def test_symmetric_share_is_what_the_blocks_compute(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     kernel = LibraryKernel()
-    assert kernel.symmetric_share(100, torch.float32, CPU) == 1.0
-    assert kernel.symmetric_share(320, torch.float32, CPU) == 10 / 16
-    assert kernel.symmetric_share(5000, torch.float32, CPU) == 36 / 64
+    assert kernel.symmetric_share(100, 100, torch.float32, CPU) == 1.0
+    assert kernel.symmetric_share(256, 256, torch.float32, CPU) == 10 / 16
+    assert kernel.symmetric_share(5000, 5000, torch.float32, CPU) == 36 / 64

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from dmuon_hf.core.ns.coefficients import Coefficients, Row, schedule
 from dmuon_hf.core.ns.direct import iterate_direct
 from dmuon_hf.core.ns.flops import direct_flops, gram_flops
 from dmuon_hf.core.ns.gram import iterate_gram
-from dmuon_hf.core.ns.inputs import DEFAULT_EPS, supported_dtype
+from dmuon_hf.core.ns.graph import GraphReplay, wants_graphs
+from dmuon_hf.core.ns.inputs import DEFAULT_EPS, check_matrix, supported_dtype
 from dmuon_hf.core.ns.iteration import orthogonalize
 from dmuon_hf.core.ns.kernels import Kernel, resolve_kernel
 from dmuon_hf.core.ns.restarts import check_restarts, segments
@@ -27,14 +29,14 @@ BACKENDS = ("gram", "direct", "auto")
 class NewtonSchulz:
     """A configured Newton-Schulz orthogonalisation: immutable, comparable, picklable.
 
-    Calling it is local to the caller, no collective.
+    Calling it is local to the caller, no collective. A copy, on this machine or another, resolves its kernel anew.
 
     Args:
         backend: ``"gram"`` iterates on the Gram matrix, ``"direct"`` on the matrix itself, ``"auto"`` on whichever
             takes fewer multiplications for the shape, dtype and kernel at hand.
-        kernel: What forms the symmetric products: ``"auto"``, ``"quack"``, ``"cute_sm80"`` or ``"cublas"``. The
-            environment variable ``DMUON_NS_KERNEL`` counts only when this is ``"auto"``. Resolved at construction. So
-            far ``"cublas"`` exists.
+        kernel: What forms the symmetric products: ``"auto"``, ``"quack"``, ``"cute_sm80"``, ``"triton"`` or
+            ``"cublas"``. The environment variable ``DMUON_NS_KERNEL`` counts only when this is ``"auto"``. Resolved at
+            construction, for the current device.
         coefficients: ``(a, b, c)`` per step; ``None`` means ``POLAR_EXPRESS_COEFFICIENTS``.
         restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses by
             coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16.
@@ -43,10 +45,13 @@ class NewtonSchulz:
         dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
             where the CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very
             slow.
+        cuda_graph: Replay each shape as a CUDA graph from its second call on. ``None`` follows the environment variable
+            ``DMUON_NS_CUDA_GRAPH``, 0 or 1, and means no without it.
 
     Raises:
-        ConfigurationError: an unknown name, a malformed table, or restarts for ``"direct"``, which has none.
-        NotImplementedError: a kernel that this version does not contain.
+        ConfigurationError: an unknown name, a malformed table, restarts for ``"direct"``, which has none, or CUDA
+            graphs on a machine without CUDA.
+        NotImplementedError: a kernel that cannot run on this machine; the message says what is missing.
     """
 
     backend: str = "gram"
@@ -56,7 +61,9 @@ class NewtonSchulz:
     deterministic: bool = False
     _: KW_ONLY
     dtype: torch.dtype | None = None
+    cuda_graph: bool | None = None
     _kernel: Kernel = field(init=False, repr=False, compare=False)
+    _graphs: GraphReplay | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -74,11 +81,20 @@ class NewtonSchulz:
         if self.restart_iterations is not None:
             object.__setattr__(self, "restart_iterations", check_restarts(self.restart_iterations))
         object.__setattr__(self, "_kernel", resolve_kernel(self.kernel, deterministic=self.deterministic))
+        object.__setattr__(self, "_graphs", GraphReplay() if wants_graphs(self.cuda_graph) else None)
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], NewtonSchulz], tuple[dict[str, Any]]]:
+        return _rebuild, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
 
     @property
     def kernel_name(self) -> str:
         """The kernel that ``kernel`` was resolved to."""
         return self._kernel.name
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the result depends on, the resolved kernel included: ranks that update alike have the same one."""
+        return f"{self!r} with kernel {self.kernel_name}"
 
     def __call__(self, G: Tensor, *, steps: int | None = None) -> Tensor:
         """Orthogonalise ``G``, ``(m, n)`` or a batch ``(B, m, n)``; a new tensor of its shape and dtype.
@@ -91,9 +107,10 @@ class NewtonSchulz:
             ConfigurationError: another shape or dtype, ``steps`` below 1, or a restart that ``steps`` never reaches.
         """
         rows = schedule(self.coefficients, steps)
-        return orthogonalize(
-            G, lambda X: self._iterate(X, rows), eps=DEFAULT_EPS, dtype=self.dtype, kernel=self._kernel
-        )
+        if self._graphs is None:
+            return self._orthogonalize(G, rows)
+        check_matrix(G)
+        return self._graphs(lambda static: self._orthogonalize(static, rows), G, rows)
 
     def local(self, G: Tensor, *, steps: int | None = None) -> Tensor:
         """Orthogonalise one whole matrix ``(m, n)``; as calling the object, but a batch is an error."""
@@ -101,18 +118,48 @@ class NewtonSchulz:
             raise ConfigurationError(f"local() takes one matrix (m, n); got shape {tuple(G.shape)}.")
         return self(G, steps=steps)
 
+    def _orthogonalize(self, G: Tensor, rows: tuple[Row, ...]) -> Tensor:
+        return orthogonalize(
+            G, lambda X: self._iterate(X, rows), eps=DEFAULT_EPS, dtype=self.dtype, kernel=self._kernel
+        )
+
+    def flops(
+        self, m: int, n: int, *, dtype: torch.dtype, device: torch.device | str = "cpu", steps: int | None = None
+    ) -> float:
+        """Multiplications and additions in the matrix products of one ``(m, n)`` matrix iterated in ``dtype``.
+
+        A symmetric product counts for the part of it that the kernel computes.
+        """
+        rows = schedule(self.coefficients, steps)
+        cost = {"direct": self._direct_flops, "gram": self._gram_flops}
+        shape = (m, n, rows, dtype, torch.device(device))
+        return cost[self._algorithm(*shape)](*shape)
+
     def _iterate(self, X: Tensor, rows: tuple[Row, ...]) -> Tensor:
-        if self.backend == "direct":
+        m, n = X.shape[-2:]
+        if self._algorithm(m, n, rows, X.dtype, X.device) == "direct":
             return iterate_direct(X, rows, self._kernel)
-        parts = segments(rows, self.restart_iterations, X.dtype)
-        if self.backend == "auto" and _direct_is_cheaper(X, parts, self._kernel):
-            return iterate_direct(X, rows, self._kernel)
-        return iterate_gram(X, parts, self._kernel)
+        return iterate_gram(X, segments(rows, self.restart_iterations, X.dtype), self._kernel)
+
+    def _algorithm(self, m: int, n: int, rows: tuple[Row, ...], dtype: torch.dtype, device: torch.device) -> str:
+        if self.backend != "auto":
+            return self.backend
+        shape = (m, n, rows, dtype, device)
+        return "direct" if self._direct_flops(*shape) < self._gram_flops(*shape) else "gram"
+
+    def _direct_flops(self, m: int, n: int, rows: tuple[Row, ...], dtype: torch.dtype, device: torch.device) -> float:
+        m, n = sorted((m, n))
+        return direct_flops(m, n, steps=len(rows), **self._shares(m, n, dtype, device))
+
+    def _gram_flops(self, m: int, n: int, rows: tuple[Row, ...], dtype: torch.dtype, device: torch.device) -> float:
+        m, n = sorted((m, n))
+        lengths = tuple(map(len, segments(rows, self.restart_iterations, dtype)))
+        return gram_flops(m, n, segment_lengths=lengths, **self._shares(m, n, dtype, device))
+
+    def _shares(self, m: int, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+        share = self._kernel.symmetric_share
+        return {"share": share(m, n, dtype, device), "short_share": share(m, m, dtype, device)}
 
 
-def _direct_is_cheaper(X: Tensor, parts: tuple[tuple[Row, ...], ...], kernel: Kernel) -> bool:
-    m, n = sorted(X.shape[-2:])
-    lengths = tuple(map(len, parts))
-    share = kernel.symmetric_share(m, X.dtype, X.device)
-    gram = gram_flops(m, n, segment_lengths=lengths, share=share)
-    return direct_flops(m, n, steps=sum(lengths), share=share) < gram
+def _rebuild(arguments: dict[str, Any]) -> NewtonSchulz:
+    return NewtonSchulz(**arguments)

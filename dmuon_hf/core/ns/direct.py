@@ -52,8 +52,7 @@ def iterate_direct(X: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
     tall = is_tall(X)
     fused = torch.addmm if X.ndim == 2 else torch.baddbmm
     for a, b, c in rows:
-        side = X.mT if tall else X
-        R = kernel.symmetric(side, side.mT)
+        R = kernel.gram(X.mT if tall else X)
         Z = kernel.symmetric(R, R, R, alpha=c, beta=b)
         X = fused(X, X, Z, beta=a) if tall else fused(X, Z, X, beta=a)
     return X

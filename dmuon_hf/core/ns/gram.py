@@ -122,8 +122,7 @@ def gram_newton_schulz_factors(
     check_matrix(G)
     check_eps(eps)
     rows, kernel = schedule(coefficients, steps), resolve_kernel(deterministic=deterministic)
-    X, scale, norm = normalizer(G, eps)
-    X = X.to(compute_dtype(G, supported_dtype(dtype)))
+    X, scale, norm = normalizer(G, eps, compute_dtype(G, supported_dtype(dtype)))
     factors = _factors(X, segments(rows, restart_iterations, X.dtype), kernel)[0]
     whole = scale * norm
     return factors, is_tall(G), whole.squeeze() if G.ndim == 2 else whole
@@ -144,8 +143,8 @@ def _factors(X: Tensor, segments: tuple[tuple[Row, ...], ...], kernel: Kernel) -
     for rows in segments:
         if factors:
             X = _apply(factors[-1], X)
-        side = X.mT if is_tall(X) else X
-        factors.append(_segment_factor(kernel.symmetric(side, side.mT), rows, kernel))
+        R = kernel.gram(X.mT if is_tall(X) else X)
+        factors.append(_segment_factor(R, rows, kernel))
     return tuple(factors), X
 
 
@@ -155,6 +154,9 @@ def _segment_factor(R: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
     ``P = a I + Z`` is formed only where no product can add ``a`` instead: on a diagonal that holds ``a`` the low bits
     of ``Z`` are rounded away.
     """
+    if len(rows) == 1:
+        a, b, c = rows[0]
+        return kernel.symmetric(R, R, R, alpha=c, beta=b, diag=a)
     Q: Tensor | None = None
     for index, (a, b, c) in enumerate(rows):
         Z = kernel.symmetric(R, R, R, alpha=c, beta=b)

@@ -14,6 +14,7 @@ __all__ = ["DEFAULT_EPS", "check_eps", "check_matrix", "compute_dtype", "is_tall
 DEFAULT_EPS = 1e-7
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CACHED_NUMEL = 1 << 16
 # The keys of `torch.cpu.get_capabilities()` under which a CPU multiplies bfloat16 natively (x86 AMX and AVX-512, ARM).
 _NATIVE_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -73,22 +74,37 @@ def is_tall(G: Tensor) -> bool:
     return G.shape[-2] > G.shape[-1]
 
 
-def normalizer(G: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def normalizer(G: Tensor, eps: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(X, scale, norm)`` with ``X = G / scale / norm``, contiguous, in float32 (float64 for float64 ``G``).
 
     ``scale`` is the power of two that brings the largest magnitude of each matrix into [1, 2), so dividing by it is
     exact and the squares in the norm can neither overflow nor vanish. ``norm`` is the Frobenius norm of ``G / scale``
     plus ``eps``, hence relative: it does not break ``NS(c * G) == NS(G)``. Both have shape ``(..., 1, 1)``. A matrix
     whose entries are all subnormal is divided by the smallest normal number; a zero matrix stays zero.
+
+    ``X`` is rounded to ``dtype`` in the end if that is given.
     """
     wide = torch.float64 if G.dtype == torch.float64 else torch.float32
     sides = (-2, -1)
     peak = torch.maximum(G.amax(dim=sides, keepdim=True), -G.amin(dim=sides, keepdim=True)).to(wide)
     peak = peak.clamp_min(torch.finfo(wide).tiny)
     scale = peak / (2.0 * torch.frexp(peak).mantissa)
-    X = torch.empty(G.shape, dtype=wide, device=G.device)
-    torch.div(G, scale, out=X)
+    X = torch.empty(G.shape, dtype=dtype or wide, device=G.device)
+    # Rows at a time that stay in the cache of a CPU, through one buffer.
+    height = G.shape[-2] if G.device.type != "cpu" else max(1, _CACHED_NUMEL * G.shape[-2] // max(1, G.numel()))
+    parts = G.split(height, dim=-2)
+    buffer = torch.empty_like(parts[0], dtype=wide, memory_format=torch.contiguous_format)
+
+    def scaled(part: Tensor) -> Tensor:
+        values = buffer[..., : part.shape[-2], :]
+        # A division that also converts is not vectorised on a CPU: two passes are faster.
+        return torch.div(part, scale, out=values) if part.dtype == wide else values.copy_(part).div_(scale)
+
     # Row by row: one reduction over a large matrix loses three digits in float32.
-    rows = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+    rows = torch.cat([torch.linalg.vector_norm(scaled(part), dim=-1, keepdim=True) for part in parts], dim=-2)
     norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).clamp_min(torch.finfo(wide).tiny) + eps
-    return X.div_(norm), scale, norm
+    for part, target in zip(parts, X.split(height, dim=-2), strict=True):
+        # A single part is still in the buffer.
+        values = buffer if len(parts) == 1 else scaled(part)
+        target.copy_(values.div_(norm))
+    return X, scale, norm

@@ -34,7 +34,6 @@ def orthogonalize(
     if G.ndim == 3 and (len(G) == 1 or kernel.one_by_one(min(G.shape[1:]), compute, G.device)):
         out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
         for matrix, result in zip(G, out, strict=True):
-            result.copy_(iterate(normalizer(matrix, eps)[0].to(compute)))
+            result.copy_(iterate(normalizer(matrix, eps, compute)[0]))
         return out
-    X, _, _ = normalizer(G, eps)
-    return iterate(X.to(compute)).to(G.dtype)
+    return iterate(normalizer(G, eps, compute)[0]).to(G.dtype)

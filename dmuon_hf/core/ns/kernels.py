@@ -14,17 +14,15 @@ from torch import Tensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.library import LibraryKernel
+from dmuon_hf.core.ns.support import CANDIDATES, log_once, missing, sm_version
+from dmuon_hf.core.ns.syrk_kernel import SyrkKernel
 
 __all__ = ["ENVIRONMENT_VARIABLE", "KERNELS", "Kernel", "get_backend_status", "get_ns_backend", "resolve_kernel"]
 
 ENVIRONMENT_VARIABLE = "DMUON_NS_KERNEL"
-KERNELS = ("auto", "quack", "cute_sm80", "cublas")
+KERNELS = ("auto", "quack", "cute_sm80", "triton", "cublas")
 
-_NOT_BUILT = {
-    "quack": "the adapter to Tri Dao's quack GEMM for SM90 and newer",
-    "cute_sm80": "the CuTe DSL kernel for SM80 and SM87",
-}
-_DETAILS = {"cublas": "universal fallback"}
+_DETAILS = {"cublas": "universal fallback"} | {candidate.name: candidate.detail for candidate in CANDIDATES}
 
 
 class Kernel(Protocol):
@@ -34,46 +32,85 @@ class Kernel(Protocol):
     def name(self) -> str:
         """The name under which ``kernel=`` selects it."""
 
+    def gram(self, X: Tensor) -> Tensor:
+        """A new tensor ``X @ X^T``, ``(m, m)`` or ``(B, m, m)``, for ``X`` of any strides."""
+
     def symmetric(
-        self, A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+        self,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        diag: float = 0.0,
     ) -> Tensor:
-        """A new tensor ``alpha * A @ B + beta * C``, ``(m, m)`` or ``(B, m, m)``, where both terms are symmetric."""
+        """A new tensor ``alpha * A @ B + beta * C + diag * I``, ``(m, m)`` or ``(B, m, m)``.
+
+        ``A``, ``B`` and ``C`` are symmetric, and ``A`` and ``B`` commute.
+        """
 
     def one_by_one(self, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a batch of matrices with short side ``rows`` is faster as a loop over its matrices."""
 
-    def symmetric_share(self, rows: int, dtype: torch.dtype, device: torch.device) -> float:
-        """The share of a full product's multiplications that ``symmetric`` spends, 0.5 to 1."""
+    def symmetric_share(self, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> float:
+        """The share of the multiplications of a full ``rows x depth`` by ``depth x rows`` product that are done."""
 
 
 def resolve_kernel(kernel: str = "auto", *, deterministic: bool = False) -> Kernel:
     """The kernel that ``kernel`` names on this machine.
 
     ``"auto"`` becomes ``"cublas"`` when ``deterministic``, else what the environment variable ``DMUON_NS_KERNEL``
-    names, else the best kernel that exists. An explicit name wins over both; if it disagrees with ``deterministic``,
-    a warning says so.
+    names, else the first of the table in ``support`` that the current GPU prefers and whose packages can be imported,
+    else ``"cublas"``. An explicit name wins over both; if it disagrees with ``deterministic``, a warning says so. The
+    choice depends on nothing but the GPU and what is installed: equal machines choose alike.
 
     Raises:
         ConfigurationError: a name that is none of ``KERNELS``.
-        NotImplementedError: a kernel that this version does not contain.
+        NotImplementedError: a kernel asked for by name that cannot run here; the message says what is missing.
     """
+    name, asked_by = _requested(kernel, deterministic)
+    if name == "auto":
+        return _best_kernel()
+    if name == "cublas":
+        return LibraryKernel()
+    candidate = next(candidate for candidate in CANDIDATES if candidate.name == name)
+    reason = missing(candidate, sm_version())
+    if reason is not None:
+        raise NotImplementedError(
+            f"{asked_by} cannot run on this machine: {reason}. Use 'cublas', which runs on every device, or 'auto'."
+        )
+    return SyrkKernel(candidate)
+
+
+def _requested(kernel: str, deterministic: bool) -> tuple[str, str]:
+    """The kernel asked for, and the words in which it was."""
     asked_by = f"kernel={kernel!r}"
     _check_name(kernel, asked_by)
-    name = kernel
     if deterministic and kernel not in ("auto", "cublas"):
-        warnings.warn(f"{asked_by} and deterministic=True disagree: the kernel wins.", UserWarning, stacklevel=4)
+        warnings.warn(f"{asked_by} and deterministic=True disagree: the kernel wins.", UserWarning, stacklevel=5)
     elif deterministic:
-        name = "cublas"
+        return "cublas", asked_by
     elif kernel == "auto" and os.environ.get(ENVIRONMENT_VARIABLE):
-        name = os.environ[ENVIRONMENT_VARIABLE]
-        asked_by = f"{ENVIRONMENT_VARIABLE}={name}"
-        _check_name(name, asked_by)
-    if name in _NOT_BUILT:
-        raise NotImplementedError(
-            f"{asked_by}: {_NOT_BUILT[name]} is not part of this version of dmuon_hf. "
-            f"Use 'cublas', which runs on every device, or 'auto'."
-        )
-    return LibraryKernel()
+        kernel = os.environ[ENVIRONMENT_VARIABLE]
+        asked_by = f"{ENVIRONMENT_VARIABLE}={kernel}"
+        _check_name(kernel, asked_by)
+    return kernel, asked_by
+
+
+def _best_kernel() -> Kernel:
+    sm = sm_version()
+    kernel: Kernel = LibraryKernel()
+    passed_over = []
+    for candidate in CANDIDATES:
+        if sm // 10 in candidate.preferred:
+            reason = missing(candidate, sm)
+            if reason is None:
+                kernel = SyrkKernel(candidate)
+                break
+            passed_over.append(f"; not {candidate.name}, since {reason}")
+    log_once(f"Newton-Schulz kernel on this machine: {kernel.name} (SM{sm}){''.join(passed_over)}")
+    return kernel
 
 
 def _check_name(name: str, asked_by: str) -> None:
@@ -90,27 +127,19 @@ def get_ns_backend() -> str:
     Raises what ``resolve_kernel`` raises.
     """
     name = resolve_kernel().name
-    return f"Gram NS · kernel={name} (SM{_sm_version()}, {_DETAILS[name]})"
+    return f"Gram NS · kernel={name} (SM{sm_version()}, {_DETAILS[name]})"
 
 
 def get_backend_status() -> dict[str, Any]:
     """What the choice of a kernel on this machine rests on, for bug reports.
 
-    ``sm_version`` (int, 0 without an NVIDIA GPU), ``auto_choice`` (the kernel ``"auto"`` resolves to), and per kernel
-    whether this version can run it here. Raises what ``resolve_kernel`` raises.
+    ``sm_version`` (int, 0 without an NVIDIA GPU), ``auto_choice`` (the kernel ``"auto"`` resolves to), per kernel
+    whether it can run here, and under ``missing`` why not. Raises what ``resolve_kernel`` raises.
     """
-    return {
-        "sm_version": _sm_version(),
-        "auto_choice": resolve_kernel().name,
-        "quack_available": False,
-        "cute_sm80_available": False,
-        "cublas_always_available": True,
-    }
-
-
-def _sm_version() -> int:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != "cuda" or torch.version.cuda is None:
-        return 0
-    major, minor = torch.get_device_module("cuda").get_device_capability()
-    return int(major) * 10 + int(minor)
+    sm = sm_version()
+    reasons = {candidate.name: missing(candidate, sm) for candidate in CANDIDATES}
+    status: dict[str, Any] = {"sm_version": sm, "auto_choice": resolve_kernel().name}
+    status |= {f"{name}_available": reason is None for name, reason in reasons.items()}
+    status["cublas_always_available"] = True
+    status["missing"] = {name: reason for name, reason in reasons.items() if reason is not None}
+    return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,16 +13,39 @@ __all__ = ["LibraryKernel", "row_blocks"]
 
 
 _MOST_BLOCKS = 8
-# Below this many rows per block and thread, starting more and smaller products costs more than is saved (measured with
-# one and two threads of AVX-512).
-_LEAST_ROWS = {torch.float32: 80, torch.float64: 80, torch.bfloat16: 160}
 
 
-def row_blocks(rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Into how many row blocks a symmetric product of ``rows`` rows is split; 1 means one whole product."""
-    if device.type != "cpu" or dtype not in _LEAST_ROWS:
+@dataclass(frozen=True, slots=True)
+class _Overhead:
+    """What another block has to be worth, per thread; measured on AVX-512.
+
+    Attributes:
+        rows: Least rows of a block: products of fewer rows reach less of the peak rate.
+        products: Multiplications that take as long as starting two more products and mirroring.
+    """
+
+    rows: int
+    products: int
+
+
+_OVERHEADS = {
+    torch.float32: _Overhead(rows=40, products=1 << 20),
+    torch.float64: _Overhead(rows=40, products=1 << 20),
+    torch.bfloat16: _Overhead(rows=128, products=1 << 24),
+}
+
+
+def row_blocks(rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Into how many row blocks a symmetric product of ``rows x depth`` by ``depth x rows`` is split, 1 if not at all.
+
+    b blocks do ``(b + 1) / 2b`` of the multiplications and cost b overheads, so the time is least at the square root of
+    half the ratio of the two.
+    """
+    if device.type != "cpu" or dtype not in _OVERHEADS:
         return 1
-    return max(1, min(_MOST_BLOCKS, rows // (_LEAST_ROWS[dtype] * torch.get_num_threads())))
+    overhead, threads = _OVERHEADS[dtype], torch.get_num_threads()
+    affordable = math.isqrt(rows * rows * depth // (overhead.products * threads))
+    return max(1, min(_MOST_BLOCKS, rows // (overhead.rows * threads), affordable))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +60,50 @@ class LibraryKernel:
     def name(self) -> str:
         return "cublas"
 
+    def gram(self, X: Tensor) -> Tensor:
+        return self.symmetric(X, X.mT)
+
     def symmetric(
-        self, A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+        self,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        diag: float = 0.0,
     ) -> Tensor:
-        blocks = row_blocks(A.shape[-2], A.dtype, A.device) if A.ndim == 2 else 1
+        blocks = row_blocks(A.shape[0], A.shape[1], A.dtype, A.device) if A.ndim == 2 else 1
         if blocks > 1:
-            return _blocked(A, B, C, alpha=alpha, beta=beta, blocks=blocks)
-        if C is None:
+            product = _blocked(A, B, C, alpha=alpha, beta=beta, blocks=blocks)
+        elif C is None:
             product = A @ B
-            return product if alpha == 1.0 else product.mul_(alpha)
-        return (torch.addmm if A.ndim == 2 else torch.baddbmm)(C, A, B, beta=beta, alpha=alpha)
+            if alpha != 1.0:
+                product.mul_(alpha)
+        else:
+            product = (torch.addmm if A.ndim == 2 else torch.baddbmm)(C, A, B, beta=beta, alpha=alpha)
+        if diag != 0.0:
+            product.diagonal(dim1=-2, dim2=-1).add_(diag)
+        return product
 
     def one_by_one(self, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-        return row_blocks(rows, dtype, device) > 1
+        return row_blocks(rows, rows, dtype, device) > 1
 
-    def symmetric_share(self, rows: int, dtype: torch.dtype, device: torch.device) -> float:
-        blocks = row_blocks(rows, dtype, device)
-        return (blocks + 1) / (2 * blocks)
+    def symmetric_share(self, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> float:
+        bounds = _bounds(rows, row_blocks(rows, depth, dtype, device))
+        return sum((stop - start) * stop for start, stop in pairwise(bounds)) / (rows * rows)
+
+
+def _bounds(rows: int, blocks: int) -> list[int]:
+    """Where blocks start, and the end; at multiples of 16 elements, so that vector loads stay aligned."""
+    return [rows * block // blocks // 16 * 16 for block in range(blocks)] + [rows]
 
 
 def _blocked(A: Tensor, B: Tensor, C: Tensor | None, *, alpha: float, beta: float, blocks: int) -> Tensor:
     m = A.shape[0]
     # Rows lie apart by more than their length: at a power of two the mirrored reads would all fall into one cache set.
     out = torch.empty(m, m + 16, dtype=A.dtype, device=A.device)[:, :m]
-    # Blocks start at multiples of 16 elements: vector loads stay aligned.
-    bounds = [m * block // blocks // 16 * 16 for block in range(blocks)] + [m]
-    for start, stop in pairwise(bounds):
+    for start, stop in pairwise(_bounds(m, blocks)):
         lower = out[start:stop, :stop]
         if C is None:
             torch.mm(A[start:stop], B[:, :stop], out=lower)

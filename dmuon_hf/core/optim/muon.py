@@ -25,6 +25,7 @@ from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
 from dmuon_hf.core.optim.verdict import agree_on_step
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.replica_check import check_replicas, debug_enabled
 
 __all__ = ["Muon"]
 
@@ -156,6 +157,8 @@ class Muon(Optimizer):
         super().__init__([group.as_param_group() for group in lowered], {})
         self._reset_state()
         self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
+        if debug_enabled():
+            self.register_step_post_hook(lambda *_: check_replicas(self._model))
 
     # -- construction ------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ period, ends, as NCCL's watchdog does.
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import time
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,16 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon_hf.core.errors import ConfigurationError, LockstepError
+from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.lockstep_positions import Position
 from dmuon_hf.core.runtime.lockstep_watch import LockstepWatch
 
-__all__ = ["Collective", "LockstepMonitor"]
+__all__ = ["Channel", "LockstepMonitor", "monitor_on"]
 
-_LIMIT_VARIABLE = "DMUON_HANG_SECONDS"
-_DEFAULT_LIMIT = 10.0
 _SLICE = timedelta(seconds=1)
 _TAIL = 64
 _DIGEST_BITS = 48
@@ -44,17 +44,24 @@ _WORD_MASK = (1 << _WORD_BITS) - 1
 _ABSENT = -float(1 << (_WORD_BITS + 1))
 
 
-class Collective(enum.IntEnum):
-    """Kinds of collective that the runtime issues, each in one order on all ranks that take part."""
+# In the order of dedication, which is the same on all ranks.
+_started: list[weakref.ref[LockstepMonitor]] = []
 
-    GATHER = 0
-    REDUCE = 1
-    PUBLISH = 2
-    CONTROL = 3
+
+class Channel(enum.IntEnum):
+    """Where the runtime issues collectives; each has one order on all ranks that take part in it.
+
+    SHARD: gathers and the first stage of reductions, inside one replica. REPLICATE: publishes, inside one column of
+    replicas. CONTROL: agreements and meetings of all data-parallel ranks.
+    """
+
+    SHARD = 0
+    REPLICATE = 1
+    CONTROL = 2
 
 
 class _Record:
-    """What was issued of one kind: how many, a digest of all, the last ones."""
+    """What was issued on one channel: how many, a digest of all, the last ones."""
 
     __slots__ = ("count", "digest", "tail")
 
@@ -108,8 +115,8 @@ class LockstepMonitor:
         self.thread = threading.get_ident()
         self.step = 0
         self.verdict: str | None = None
-        self._records = [_Record() for _ in Collective]
-        self._scopes = [kind.name.lower() for kind in Collective]
+        self._records = [_Record() for _ in Channel]
+        self._scopes = [channel.name.lower() for channel in Channel]
         self._meetings = 0
         self._topology: Topology | None = None
         self._watch: LockstepWatch | None = None
@@ -118,21 +125,30 @@ class LockstepMonitor:
         """Begin to watch. Every data-parallel rank calls it, in the order in which models are dedicated.
 
         ``DMUON_HANG_SECONDS`` (10 by default) is how long a rank may stand still before positions are compared; 0 turns
-        the thread off and leaves the comparison of records in every optimizer step.
+        the thread off and leaves the comparison of records in every optimizer step. ``DMUON_HANG_ABORT_SECONDS`` (10)
+        is how long a main thread that cannot be woken may stay after the ranks are known to have diverged; 0: for ever.
 
         Raises:
-            ConfigurationError: ``DMUON_HANG_SECONDS`` is no number of seconds.
+            ConfigurationError: One of them is no number of seconds.
         """
-        limit = _limit()
         if topology.flat_group is None or topology.size == 1:
             return
         self._topology = topology
-        replica = f" in replica {topology.replicate_rank}" if topology.is_hsdp else ""
-        column = f" in column {topology.shard_rank}" if topology.is_hsdp else ""
-        self._scopes[Collective.GATHER] += replica
-        self._scopes[Collective.PUBLISH] += column
-        if limit > 0:
-            self._watch = LockstepWatch.start(self, topology, limit=limit)
+        if topology.is_hsdp:
+            self._scopes[Channel.SHARD] += f" of replica {topology.replicate_rank}"
+            self._scopes[Channel.REPLICATE] += f" of column {topology.shard_rank}"
+        self._watch = LockstepWatch.start(self, topology)
+        _started.append(weakref.ref(self))
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Where the owned tensors of this runtime lie; ``None`` before :meth:`start` and with one rank."""
+        return None if self._topology is None else self._topology.mesh
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank can meet its peers."""
+        return self._watch is not None and self._watch.is_open
 
     def close(self) -> None:
         """Stop the daemon thread. Safe to call twice; also happens when the monitor or the process group is gone."""
@@ -142,11 +158,11 @@ class LockstepMonitor:
 
     # -- the main thread's notes --------------------------------------------------------------------------------------
 
-    def issue(self, kind: Collective, what: str, code: int) -> None:
-        """Note that a collective is issued; ``what`` names it for people, ``code`` for the digest. Under 1 us."""
-        record = self._records[kind]
+    def issue(self, channel: Channel, what: str) -> None:
+        """Note that the collective called ``what`` is issued. About 1 us."""
+        record = self._records[channel]
         record.count += 1
-        record.digest = (record.digest * 1000003 + code + 1) & ((1 << _DIGEST_BITS) - 1)
+        record.digest = (record.digest * 1000003 + zlib.crc32(what.encode())) & ((1 << _DIGEST_BITS) - 1)
         record.tail.append(what)
         self.thread = threading.get_ident()
         self.events += 1
@@ -191,10 +207,10 @@ class LockstepMonitor:
             LockstepError: Some rank is waiting for another collective, so that it will never come; or it came for
                 another call.
         """
-        if self._watch is None or not self._watch.is_running:
+        if self._watch is None or not self.is_open:
             return False
         self._meetings += 1
-        self.issue(Collective.CONTROL, what, 0)
+        self.issue(Channel.CONTROL, what)
         with self.at(what):
             arrived = self._watch.arrive(self._meetings)
             pause = 0.001
@@ -207,27 +223,27 @@ class LockstepMonitor:
     # -- agreement in every optimizer step ----------------------------------------------------------------------------
 
     def digests(self) -> Tensor:
-        """Digest of the gathers issued so far, for :meth:`compare`. Each replica gathers on its own and has its place.
+        """Digest of what was issued inside this replica, for :meth:`compare`; each replica has its place.
 
         Returns:
             fp32 words, to be maximised over all data-parallel ranks; empty where there is one rank.
         """
         if self._topology is None:
             return torch.empty(0)
-        digest = self._records[Collective.GATHER].digest
+        digest = self._records[Channel.SHARD].digest
         words = torch.full((2, self._topology.replicate_size, 2), _ABSENT)
         mine = torch.tensor([digest >> _WORD_BITS, digest & _WORD_MASK], dtype=torch.float32)
         words[:, self._topology.replicate_rank] = torch.stack([mine, -mine])
         return words.flatten()
 
     def compare(self, agreed: Tensor) -> None:
-        """Check that every rank of a replica has gathered the same, and count a step.
+        """Check that every rank of a replica has issued the same, and count a step.
 
         Args:
             agreed: Elementwise maximum of all ranks' :meth:`digests`.
 
         Raises:
-            LockstepError: On every rank, if some have gathered different units since the model was dedicated.
+            LockstepError: On every rank, if some have gathered or reduced other units since the model was dedicated.
         """
         self.step += 1
         if agreed.numel() == 0:
@@ -238,24 +254,23 @@ class LockstepMonitor:
         difference = self._watch.difference() if self._watch is not None else None
         raise LockstepError(
             difference
-            or "the ranks have gathered different weights since the last step, so some computed with the wrong ones: a "
-            "layer ran on some ranks only, or in another order. Every data-parallel rank must run the same layers"
+            or "the ranks have gathered or reduced different units since the last step, so weights or gradients were "
+            "mixed up: a layer ran on some ranks only, or in another order. Every data-parallel rank must run the same "
+            "layers"
         )
 
     # -- what the daemon reads ----------------------------------------------------------------------------------------
 
     def record(self) -> dict[str, tuple[int, Sequence[str]]]:
-        """By kind of collective, how many were issued and the last of them."""
+        """By channel, how many collectives were issued and the last of them."""
         return {
             scope: (record.count, tuple(record.tail)) for scope, record in zip(self._scopes, self._records, strict=True)
         }
 
-    @property
-    def meetings(self) -> int:
-        """How often this rank has come to :meth:`meet`."""
-        return self._meetings
-
     def _lost_peer(self, failure: RuntimeError) -> str:
+        verdict = self._watch.known_verdict() if self._watch is not None else None
+        if verdict is not None:
+            return verdict
         ended: list[Position] = self._watch.ended() if self._watch is not None else []
         reasons = "; ".join(f"rank {p.rank} {p.describe()}" for p in ended)
         return (
@@ -263,6 +278,16 @@ class LockstepMonitor:
             f"{reasons or 'no rank has said why it ended, so it was killed or crashed; look at its log'}. "
             f"The backend says: {failure}"
         )
+
+
+def monitor_on(mesh: DeviceMesh) -> LockstepMonitor | None:
+    """The first living monitor of a model whose owned tensors lie on ``mesh``; the same one on every rank."""
+    _started[:] = [reference for reference in _started if reference() is not None]
+    for reference in _started:
+        monitor = reference()
+        if monitor is not None and monitor.is_open and monitor.mesh == mesh:
+            return monitor
+    return None
 
 
 def _arrived(work: Any) -> bool:
@@ -281,14 +306,3 @@ def _failure(work: Any) -> RuntimeError | None:
     except RuntimeError as error:
         return error
     return None
-
-
-def _limit() -> float:
-    text = os.environ.get(_LIMIT_VARIABLE, "")
-    try:
-        limit = float(text) if text.strip() else _DEFAULT_LIMIT
-    except ValueError:
-        limit = -1.0
-    if not 0 <= limit < float("inf"):
-        raise ConfigurationError(f"{_LIMIT_VARIABLE} must be a number of seconds, 0 to turn it off, got {text!r}")
-    return limit

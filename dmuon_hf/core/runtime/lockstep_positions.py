@@ -5,8 +5,8 @@ On every rank the collectives of a program are issued in one order. Two ranks th
 different places of that order, so that one has issued more on some groups and never less on others. Therefore each of
 these is a proof, however slow or busy a rank may be:
 
-1. the same entry of the runtime's own record (the n-th gather, say) names different units on two ranks;
-2. two ranks each wait for a collective and each has issued one, on a group they share, that the other has not;
+1. the same entry of the runtime's own record (the n-th collective of a channel) differs on two ranks;
+2. two ranks each wait for a collective, and each has issued one, on a group they share, that the other has not;
 3. a rank has ended, by an exception, or with collectives missing that a waiting rank has issued.
 
 Waiting alone proves nothing, nor does being far behind: a rank that saves, evaluates, loads data or compiles for an
@@ -50,8 +50,9 @@ class Position:
         seconds: How long it has not moved.
         own: Whether ``what`` is a collective of the runtime.
         raised: Whether an ended rank left through an exception.
-        issued: Collectives issued so far, by process group. Two ranks that both list a name are both in that group.
-        record: By kind of collective, how many the runtime has issued and the last of them.
+        issued: Collectives issued so far, by process group and by channel of the runtime (``"on group ..."``). What
+            two ranks both list they take part in together.
+        record: By channel of the runtime, how many collectives were issued and the last of them.
         trail: Where in the caller's code that is, innermost first.
     """
 
@@ -72,7 +73,8 @@ class Position:
     @classmethod
     def from_json(cls, text: str | bytes) -> Position:
         values = json.loads(text)
-        values["record"] = {kind: (count, tuple(tail)) for kind, (count, tail) in values["record"].items()}
+        values["record"] = {channel: (count, tuple(tail)) for channel, (count, tail) in values["record"].items()}
+        values["trail"] = tuple(values["trail"])
         return cls(**values)
 
     def describe(self) -> str:
@@ -86,11 +88,11 @@ class Position:
         return f"is busy with {self.what}{at}{place}"
 
     def lacks(self, other: Position) -> dict[str, int]:
-        """Per group that both ranks are in, how many collectives ``other`` has issued that this rank has not."""
+        """Of what both ranks take part in, how many collectives ``other`` has issued that this rank has not."""
         return {
-            group: count - self.issued[group]
-            for group, count in other.issued.items()
-            if count > self.issued.get(group, count)
+            where: count - self.issued[where]
+            for where, count in other.issued.items()
+            if count > self.issued.get(where, count)
         }
 
 
@@ -116,13 +118,13 @@ def find_divergence(positions: Sequence[Position], *, limit: float) -> str | Non
 def _different_records(positions: Sequence[Position]) -> str | None:
     first = positions[0]
     for other in positions[1:]:
-        for kind in first.record.keys() & other.record.keys():
-            difference = _first_difference(first.record[kind], other.record[kind])
+        for channel in sorted(first.record.keys() & other.record.keys()):
+            difference = _first_difference(first.record[channel], other.record[channel])
             if difference is not None:
                 number, here, there = difference
                 return (
-                    f"ranks disagree about {kind} number {number}: {here} on rank {first.rank}, {there} on rank "
-                    f"{other.rank}{_places(positions)}. {_ADVICE}"
+                    f"ranks disagree about collective number {number} on channel {channel}: rank {first.rank} issued "
+                    f"the {here}, rank {other.rank} the {there}{_places(positions)}. {_ADVICE}"
                 )
     return None
 
@@ -169,7 +171,7 @@ def _crossed(waiting: Sequence[Position]) -> str | None:
 
 def _counted(missing: Mapping[str, int]) -> str:
     return " and ".join(
-        f"{count} collective{'s' if count > 1 else ''} on group {group}" for group, count in sorted(missing.items())
+        f"{count} collective{'s' if count > 1 else ''} {where}" for where, count in sorted(missing.items())
     )
 
 

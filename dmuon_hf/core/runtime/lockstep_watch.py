@@ -29,8 +29,10 @@ __all__ = ["LockstepWatch"]
 
 logger = logging.getLogger(__name__)
 
-_ABORT_VARIABLE = "DMUON_HANG_ABORT"
-_GRACE = 10.0
+LIMIT_VARIABLE = "DMUON_HANG_SECONDS"
+GRACE_VARIABLE = "DMUON_HANG_ABORT_SECONDS"
+_DEFAULT_LIMIT = 10.0
+_DEFAULT_GRACE = 10.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 # Ranks that compare everybody's positions; the others only read the verdict, so the store's load stays linear.
 _JUDGES = 4
@@ -54,7 +56,7 @@ class LockstepWatch:
         self._pid = os.getpid()
         self._limit = limit
         self._tick = min(max(limit / 4, 1.0), 2.0)
-        self._abort = _abort()
+        self._grace = _seconds(GRACE_VARIABLE, _DEFAULT_GRACE)
         self._stopped = threading.Event()
         self._events = -1
         self._still_since = time.monotonic()
@@ -65,10 +67,11 @@ class LockstepWatch:
         self._named_at: float | None = None
 
     @classmethod
-    def start(cls, monitor: LockstepMonitor, topology: Topology, *, limit: float) -> LockstepWatch | None:
-        """Publish a first position and start the thread; ``None`` where the store cannot be read from a thread."""
+    def start(cls, monitor: LockstepMonitor, topology: Topology) -> LockstepWatch | None:
+        """Publish a first position and start the thread; ``None`` where that is turned off or not possible."""
         assert topology.flat_group is not None
-        if dist.get_backend(topology.flat_group) == "fake":
+        limit = _seconds(LIMIT_VARIABLE, _DEFAULT_LIMIT)
+        if limit == 0 or dist.get_backend(topology.flat_group) == "fake":
             return None
         store = _own_store(topology.flat_group)
         if store is None:
@@ -88,8 +91,9 @@ class LockstepWatch:
         unguard_exit(self)
 
     @property
-    def is_running(self) -> bool:
-        return not self._stopped.is_set()
+    def is_open(self) -> bool:
+        """Whether the peers can be reached: the watch was not stopped and its process group lives."""
+        return not self._stopped.is_set() and self._world() is dist.group.WORLD
 
     # -- called by the main thread ------------------------------------------------------------------------------------
 
@@ -109,6 +113,12 @@ class LockstepWatch:
         with contextlib.suppress(RuntimeError):
             self._publish(self._position("ended", what, raised=raised))
         return raised or monitor.verdict is not None
+
+    def known_verdict(self) -> str | None:
+        """What some rank has proven, if the store still answers."""
+        with contextlib.suppress(RuntimeError):
+            return self._read_verdict(judge=False)
+        return None
 
     def ended(self) -> list[Position]:
         """The ranks that have said that they ended."""
@@ -144,7 +154,6 @@ class LockstepWatch:
                     logger.warning("the lockstep monitor ends, the store does not answer: %s", error)
                     break
             del monitor
-        self.stop()
 
     def _look(self, monitor: LockstepMonitor) -> None:
         if not self._is_still(monitor):
@@ -221,10 +230,10 @@ class LockstepWatch:
                 logger.error("rank %d: %s", self._rank, verdict)
             return
         monitor.verdict = verdict
-        if self._abort and now - self._named_at >= _GRACE:
+        if self._grace > 0 and now - self._named_at >= self._grace:
             sys.stderr.write(
                 f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that "
-                f"cannot be woken, so this process ends now ({_ABORT_VARIABLE}=0 leaves it).\n"
+                f"cannot be woken, so this process ends now ({GRACE_VARIABLE}=0 leaves it).\n"
             )
             sys.stderr.flush()
             os._exit(1)
@@ -236,6 +245,7 @@ class LockstepWatch:
     ) -> Position:
         monitor = self._monitor()
         assert monitor is not None
+        record = monitor.record()
         return Position(
             rank=self._rank,
             state=state,
@@ -244,8 +254,11 @@ class LockstepWatch:
             seconds=round(seconds, 1),
             own=own,
             raised=raised,
-            issued={**_issued(), "of meetings": monitor.meetings},
-            record=monitor.record(),
+            issued={
+                **{f"on group {group}": count for group, count in _issued().items()},
+                **{f"on channel {channel}": count for channel, (count, _) in record.items()},
+            },
+            record=record,
             trail=self._sample.trail if self._sample is not None else (),
         )
 
@@ -288,8 +301,13 @@ def _label(group: ProcessGroup, name: str) -> str:
     return f"{group.group_desc} {name[:6]}"
 
 
-def _abort() -> bool:
-    text = os.environ.get(_ABORT_VARIABLE, "1").strip()
-    if text not in ("0", "1"):
-        raise ConfigurationError(f"{_ABORT_VARIABLE} must be 0 or 1, got {text!r}")
-    return text == "1"
+def _seconds(variable: str, default: float) -> float:
+    """A number of seconds from the environment; 0 turns off what it limits."""
+    text = os.environ.get(variable, "").strip()
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigurationError(f"{variable} must be a number of seconds, 0 to turn it off, got {text!r}")
+    return seconds

@@ -17,7 +17,7 @@ from dmuon_hf.core.runtime.collectives import InFlight, broadcast_segments, issu
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
 from dmuon_hf.core.runtime.layout import PackedLayout, Segment
-from dmuon_hf.core.runtime.lockstep import Collective
+from dmuon_hf.core.runtime.lockstep import Channel
 
 __all__ = ["ColumnCopy"]
 
@@ -61,7 +61,7 @@ class ColumnCopy:
         Collective over the replicate group; a column that owns nothing of this unit has nothing to send.
         """
         self.wait()
-        self._context.monitor.issue(Collective.PUBLISH, self._name, 0)
+        self._context.monitor.issue(Channel.REPLICATE, f"publish of {self._name}")
 
         def issue() -> list[object]:
             if self._own_views:

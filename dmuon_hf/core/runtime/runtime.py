@@ -20,7 +20,7 @@ from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
-from dmuon_hf.core.runtime.lockstep import Collective
+from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher
 from dmuon_hf.core.runtime.unit import Unit
 
@@ -174,7 +174,7 @@ class Runtime:
         if self.topology.flat_group is None or self.topology.size == 1:
             return values
         result = values.detach().to(self.topology.device, copy=True)
-        self.context.monitor.issue(Collective.CONTROL, what, 0)
+        self.context.monitor.issue(Channel.CONTROL, what)
         with self.context.monitor.at(what):
             self.context.device.host_wait(dist.all_reduce(result, op=op, group=self.topology.flat_group, async_op=True))
         return result

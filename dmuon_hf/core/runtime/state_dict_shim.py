@@ -1,20 +1,29 @@
-"""Loading whole tensors into owned ones through ``torch.distributed.checkpoint.state_dict``.
+"""Owned tensors in the state dicts of ``torch.distributed.checkpoint``.
 
 ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``full_state_dict=True`` cut every whole tensor
 evenly by its placements, which for an owned tensor is the wrong cut. Two private functions of torch do that; the
-shim answers for owned tensors and passes everything else on unchanged. Tested with torch 2.13.
+shim answers for owned tensors and passes everything else on unchanged.
+
+Gathering a full state dict, saving and loading are collectives that are often called under ``if rank == 0``, and then
+meet whatever the other ranks communicate. Where owned tensors are involved the ranks meet first.
+
+Tested with torch 2.13.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed._state_dict_utils as _state_dict_utils
 import torch.distributed.checkpoint.state_dict as _checkpoint_state_dict
+import torch.distributed.checkpoint.state_dict_loader as _loader
+import torch.distributed.checkpoint.state_dict_saver as _saver
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.runtime.lockstep import monitor_on
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
 __all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim"]
@@ -22,6 +31,9 @@ __all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim
 # Where torch looks each function up when it calls it.
 _BROADCAST = (_state_dict_utils, "_distribute_tensors")
 _EVERY_RANK = (_checkpoint_state_dict, "_distribute_state_dict")
+_GATHER = (_checkpoint_state_dict, "_gather_state_dict")
+_SAVE = (_saver, "_save_state_dict")
+_LOAD = (_loader, "_load_state_dict")
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -30,14 +42,20 @@ def install_state_dict_shim() -> None:
     """Make full state dicts load into owned tensors. Safe to repeat; without owned tensors it changes nothing."""
     if _originals:
         return
-    for (module, name), wrapper in ((_BROADCAST, _distribute_tensors), (_EVERY_RANK, _distribute_state_dict)):
+    for (module, name), wrapper in (
+        (_BROADCAST, _distribute_tensors),
+        (_EVERY_RANK, _distribute_state_dict),
+        (_GATHER, _after_meeting("_gather_state_dict", "get_model_state_dict or another full state dict")),
+        (_SAVE, _after_meeting("_save_state_dict", "torch.distributed.checkpoint.save")),
+        (_LOAD, _after_meeting("_load_state_dict", "torch.distributed.checkpoint.load")),
+    ):
         _originals[name] = getattr(module, name)
         setattr(module, name, wrapper)
 
 
 def uninstall_state_dict_shim() -> None:
     """Give torch its own functions back."""
-    for module, name in (_BROADCAST, _EVERY_RANK):
+    for module, name in (_BROADCAST, _EVERY_RANK, _GATHER, _SAVE, _LOAD):
         if name in _originals:
             setattr(module, name, _originals.pop(name))
 
@@ -45,6 +63,29 @@ def uninstall_state_dict_shim() -> None:
 def is_installed() -> bool:
     """Whether the shim is in place."""
     return bool(_originals)
+
+
+def _after_meeting(name: str, what: str) -> Callable[..., Any]:
+    """Torch's function ``name`` behind a meeting of all ranks that hold the state dict, its first argument."""
+
+    def wrapper(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        owned = _first_owned(state_dict)
+        # An asynchronous save runs in a thread of its own, whose waits are not the main thread's.
+        if owned is not None and not kwargs.get("no_dist") and threading.current_thread() is threading.main_thread():
+            monitor = monitor_on(owned.device_mesh)
+            if monitor is not None:
+                monitor.meet(what)
+        return _originals[name](state_dict, *args, **kwargs)
+
+    return wrapper
+
+
+def _first_owned(value: Any) -> OwnedTensor | None:
+    """Some owned tensor in nested state, the same on every rank."""
+    if isinstance(value, OwnedTensor):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((owned for owned in map(_first_owned, items) if owned is not None), None)
 
 
 def _whole_to_owned(reference: OwnedTensor, whole: torch.Tensor) -> OwnedTensor:

@@ -13,7 +13,7 @@ from dmuon_hf.core.runtime.collectives import InFlight
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
 from dmuon_hf.core.runtime.layout import PackedLayout
-from dmuon_hf.core.runtime.lockstep import Collective
+from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.placement import WeightPlacement
 from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction
@@ -125,7 +125,7 @@ class Unit:
             self._buffer.untyped_storage().resize_(self._storage_bytes)
         self._weights.to(WeightState.GATHERING)
         self._gathered = versions
-        self.context.monitor.issue(Collective.GATHER, f"unit {self.name}", self.index)
+        self.context.monitor.issue(Channel.SHARD, f"gather of unit {self.name}")
         self._gather = self.placement.gather(self._buffer, versions)
 
     def wait_gather(self) -> None:
@@ -234,7 +234,7 @@ class Unit:
         self._accumulated = [None] * len(self.params)
         self._unsynchronised = 0
         self._grads.to(GradState.REDUCING)
-        self.context.monitor.issue(Collective.REDUCE, f"unit {self.name}", self.index)
+        self.context.monitor.issue(Channel.SHARD, f"reduction of unit {self.name}")
         self._pending = self.reduction.launch(grads)
 
     def finish_first_stage(self) -> None:

@@ -5,10 +5,11 @@
 - ``A`` is ``(M, K)`` or a batch ``(L, M, K)``, in float16 or bfloat16, with any strides.
 - ``B`` has the shape of ``A``; ``None`` means ``A`` itself, which makes a Gram matrix. Two operands must have
   a symmetric ``A @ B^T``: for two symmetric matrices that commute, this is ``A @ B``.
-- ``C`` is symmetric, ``(M, M)`` or ``(L, M, M)``, in the dtype of ``A``; ``None`` means no such term.
+- ``C`` is symmetric, ``(M, M)`` or ``(L, M, M)``, in the dtype of ``A``. ``None`` means no such term, and so
+  does ``beta == 0``: what ``C`` holds, NaN included, then does not matter.
 - Products and sums are formed in float32 and rounded once, to nearest even, to the dtype of ``A``.
-- Only the lower triangle of ``A @ B^T`` is computed and only the lower triangle of ``C`` is read; both triangles are
-  written, so that the result is symmetric to the bit even where the operands are so only up to rounding.
+- The result depends on the lower triangles of ``A @ B^T`` and ``C`` alone; both triangles are written, so that it is
+  symmetric to the bit even where the operands are so only up to rounding.
 - No element outside the given tensors is read or written, for any ``M`` and ``K``.
 """
 

@@ -1,8 +1,8 @@
 """Symmetric products in Triton: NVIDIA GPUs from SM80 on, and other vendors that Triton compiles for.
 
 One program computes one tile of the lower triangle and writes it twice, the second time mirrored: half the
-multiplications and half the reads of a full product. The epilogue adds ``beta * C`` and the diagonal in float32, so that
-nothing is rounded twice. ``contract`` says what exactly is computed.
+multiplications and half the reads of a full product. The epilogue adds ``beta * C`` and the diagonal in float32, so
+that nothing is rounded twice. ``contract`` says what exactly is computed.
 
 Triton is imported by the first call. CPU tensors run in Triton's interpreter, if the environment has
 ``TRITON_INTERPRET=1`` when Triton is first imported.
@@ -11,7 +11,6 @@ Triton is imported by the first call. CPU tensors run in Triton's interpreter, i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,16 +54,23 @@ class TileConfig:
         return side * (side + 1) // 2
 
 
+# Each with its rate relative to the first: smaller tiles use less often what they load. Estimates, not measurements.
 # Three stages of the largest take 96 KiB: within the 99 KiB of a program on SM86, SM89 and SM120.
-_CONFIGS = (TileConfig(), TileConfig(rows=64, depth=64, stages=3, warps=4), TileConfig(rows=32, depth=64, stages=3, warps=4))
+_CONFIGS = {
+    TileConfig(): 1.0,
+    TileConfig(rows=64, depth=64, stages=3, warps=4): 0.75,
+    TileConfig(rows=32, depth=64, stages=3, warps=4): 0.35,
+}
 
 
 def choose_config(M: int, batch: int = 1, *, multiprocessors: int = 108) -> TileConfig:
-    """The largest tiles that still give every multiprocessor one; a function of the shape, the same on equal GPUs."""
-    for config in _CONFIGS:
-        if config.tiles(M) * batch >= multiprocessors:
-            return config
-    return _CONFIGS[-1]
+    """The tiles with which the busiest multiprocessor is done first; on equal GPUs the same for the same shape."""
+
+    def time(config: TileConfig) -> float:
+        share = -(-config.tiles(M) * batch // multiprocessors)
+        return share * config.rows**2 / _CONFIGS[config]
+
+    return min(_CONFIGS, key=time)
 
 
 def syrk(
@@ -78,7 +84,7 @@ def syrk(
     out: Tensor | None = None,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """``alpha * A @ B^T + beta * C + diag * I`` as ``contract`` defines it, on the current stream of the device of ``A``.
+    """``alpha * A @ B^T + beta * C + diag * I`` as ``contract`` defines it, on the current stream of ``A.device``.
 
     Deterministic: the same operands and ``config`` give the same bits. The first call of a kind compiles for seconds.
 
@@ -86,7 +92,7 @@ def syrk(
         ConfigurationError: operands that the contract refuses.
         NotImplementedError: Triton is not installed, or does not run on this device.
     """
-    operands = syrk_operands(A, B, C, out=out)
+    operands = syrk_operands(A, B, None if beta == 0 else C, out=out)
     _check_device(A.device)
     if config is None:
         config = choose_config(operands.rows, operands.batch, multiprocessors=_multiprocessors(A.device))
@@ -101,9 +107,7 @@ def syrk(
     return operands.result()
 
 
-def _launch(
-    operands: SyrkOperands, grid: tuple[int], config: TileConfig, scalars: tuple[float, float, float]
-) -> None:
+def _launch(operands: SyrkOperands, grid: tuple[int], config: TileConfig, scalars: tuple[float, float, float]) -> None:
     A, B, C, out = operands.A, operands.B, operands.C, operands.out
     unread = out if C is None else C
     _compiled_on_demand()[grid](
@@ -117,7 +121,8 @@ def _launch(
     )
 
 
-def _syrk_kernel(
+# Its parameters have no types in Python: Triton infers them.
+def _syrk_kernel(  # type: ignore[no-untyped-def]
     a_pointer,
     b_pointer,
     c_pointer,
@@ -175,24 +180,31 @@ def _syrk_kernel(
         a_tile += DEPTH * a_depth
         b_tile += DEPTH * b_depth
 
-    # On diagonal tiles this is the lower half; elsewhere the whole tile.
-    lower = row_inside[:, None] & column_inside[None, :] & (row[:, None] >= column[None, :])
+    inside = row_inside[:, None] & column_inside[None, :]
     total *= alpha
     if HAS_C:
         c_tile = c_pointer + batch * c_batch + wide_row[:, None] * c_row + wide_column[None, :] * c_column
-        total += beta * tl.load(c_tile, mask=lower, other=0.0).to(tl.float32)
+        total += beta * tl.load(c_tile, mask=inside, other=0.0).to(tl.float32)
     total = tl.where(row[:, None] == column[None, :], total + diag, total)
 
     result = total.to(out_pointer.dtype.element_ty)
+    mirrored = tl.trans(result)
     out = out_pointer + batch * out_batch
-    tl.store(out + wide_row[:, None] * out_row + wide_column[None, :] * out_column, result, mask=lower)
-    # The strict upper triangle: each element is written once.
-    upper = column_inside[:, None] & row_inside[None, :] & (column[:, None] < row[None, :])
-    tl.store(out + wide_column[:, None] * out_row + wide_row[None, :] * out_column, tl.trans(result), mask=upper)
+    out_tile = out + wide_row[:, None] * out_row + wide_column[None, :] * out_column
+    mirrored_tile = out + wide_column[:, None] * out_row + wide_row[None, :] * out_column
+    mirrored_inside = column_inside[:, None] & row_inside[None, :]
+    # A mask that differs between neighbours makes every store a scalar one: only diagonal tiles have to pay for it.
+    # There the strict upper half comes from the lower one, so that each element is written once.
+    if i == j:
+        tl.store(out_tile, result, mask=inside & (row[:, None] >= column[None, :]))
+        tl.store(mirrored_tile, mirrored, mask=mirrored_inside & (column[:, None] < row[None, :]))
+    else:
+        tl.store(out_tile, result, mask=inside)
+        tl.store(mirrored_tile, mirrored, mask=mirrored_inside)
 
 
 def compile_ahead_of_time(
-    capability: int,
+    architecture: int | str,
     dtype: torch.dtype,
     config: TileConfig | None = None,
     *,
@@ -200,13 +212,14 @@ def compile_ahead_of_time(
     aligned: bool = True,
     row_major: bool = True,
 ) -> Any:
-    """Compile one variant for the NVIDIA architecture ``capability`` (80, 86, 90, ...) without a GPU.
+    """Compile one variant without a GPU, for an architecture of NVIDIA (80, 86, 90, ...) or AMD (``"gfx942"``, ...).
 
     ``aligned`` promises 16-byte aligned pointers and ``K`` and row strides in multiples of 16, as the first launch
     finds out by itself. ``row_major=False`` is for operands that are transposed views.
 
     Returns:
-        Triton's ``CompiledKernel``: ``asm["ptx"]`` (text), ``asm["cubin"]`` (bytes), ``metadata.shared`` (bytes).
+        Triton's ``CompiledKernel``: ``asm["ptx"]`` (text) and ``asm["cubin"]`` (bytes), or ``asm["amdgcn"]`` and
+        ``asm["hsaco"]``; ``metadata.shared`` (bytes).
         Its parameters are ``A, B, C, out, M, K, alpha, beta, diag`` and the strides of each operand but those known to
         be 1: of ``out``, ``C`` and row-major ``A``, ``B`` batch and row; of others batch and depth.
 
@@ -233,9 +246,16 @@ def compile_ahead_of_time(
         constexprs=constants,
         attrs={(n,): attributes for n, name in enumerate(kernel.arg_names) if aligned and name in divisible},
     )
-    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=_target(architecture), options=options)
+
+
+def _target(architecture: int | str) -> Any:
+    GPUTarget = _triton().backends.compiler.GPUTarget
+    if isinstance(architecture, int):
+        return GPUTarget("cuda", architecture, 32)
+    # Compute GPUs have waves of 64 lanes, others of 32.
+    return GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
 
 
 def _parameter_type(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
@@ -266,9 +286,8 @@ def _triton() -> Any:
 
 
 @functools.cache
-def _compiled_on_demand() -> Callable[..., Any]:
-    kernel: Callable[..., Any] = _triton().jit(_syrk_kernel)
-    return kernel
+def _compiled_on_demand() -> Any:
+    return _triton().jit(_syrk_kernel)
 
 
 def _check_device(device: torch.device) -> None:
