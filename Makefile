@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 
 # The stamp is named after the content of what it depends on, so a checkout that only touches files reinstalls nothing.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt requirements-kernels.txt | cksum | cut -d ' ' -f 1)
 DEMO_VERSION := 0.1.2
 DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
 DEMO_OUTPUT ?= outputs/demo
 
-.PHONY: help venv test demo quality format bench clean
+.PHONY: help venv test demo quality format bench gpu-check clean
 
 help:
 	@echo "make demo     fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
@@ -19,6 +19,7 @@ help:
 	@echo "make quality  ruff and mypy"
 	@echo "make format   let ruff fix and format the code"
 	@echo "make bench    time a training step against FSDP2 with AdamW"
+	@echo "make gpu-check  on one GPU, with its own PyTorch: check and time the kernels and the optimizer"
 	@echo "make venv     only make the environment; PYTHON=python3.12 chooses the interpreter"
 
 venv: $(STAMP)
@@ -30,6 +31,8 @@ $(STAMP):
 	$(PIP) install --quiet 'pip>=23.1'
 	$(PIP) install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet --no-deps --requirement requirements-kernels.txt \
+		|| echo "no kernel compilers on this machine: the tests that need one will be skipped, by name"
 	rm -f $(VENV)/.installed-[0-9]*
 	touch $@
 
@@ -56,6 +59,10 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# With the PyTorch of this machine, since the pinned one may have no CUDA: PYTHON=... chooses its interpreter.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf build dist outputs *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -3,8 +3,8 @@
     pip install --no-deps --target outputs/rivals gram-newton-schulz==0.1.6
     python benchmarks/ns.py --rivals outputs/rivals
 
-All contenders iterate in the same dtype and take turns, call by call, in one process on the same matrix (float32
-masters' momentum in bfloat16 runs is given in bfloat16). Figures are medians over the rounds:
+All contenders are given the same matrix in the dtype that they iterate in, and take turns, call by call, in one
+process. Figures are medians over the rounds:
 
   ms         time of one call by the clock; CPU is processor time of all threads, which depends less on other load
   of peak    floating-point operations of the products as counted, over CPU time, as a share of what one plain product
@@ -23,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from ns_contenders import Contender, counted_flops, exact, ours, peers, relative_error, spectrum
+from ns_contenders import Contender, counted_flops, exact, gram_peers, ours, relative_error, spectrum, torch_muon
 from report import machine, print_header, print_table, write_json
 
 CPU = torch.device("cpu")
@@ -81,8 +82,8 @@ def measure(
         shift = i % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             copy = G.clone()
-            times[contender.name].append(timed(lambda run=contender.run, copy=copy: run(copy)))
-        peaks.append(2 * PEAK**3 / timed(lambda: square @ square).cpu)
+            times[contender.name].append(timed(partial(contender.run, copy)))
+        peaks.append(2 * PEAK**3 / timed(partial(torch.mm, square, square)).cpu)
     results = [
         Result(c.name, c.mine, times[c.name][1:], counted_flops(c, G, dtype), _errors(c, shape, dtype))
         for c in contenders
@@ -97,7 +98,7 @@ def _errors(contender: Contender, shape: tuple[int, int], dtype: torch.dtype) ->
     errors = []
     for condition in CONDITIONS:
         G = spectrum(round(m / scale), round(n / scale), condition, device=CPU).to(dtype)
-        errors.append(relative_error(contender.run(G.clone()), exact(G, contender.rows)))
+        errors.append(relative_error(contender.on_a_copy(G), exact(G, contender.rows)))
     return errors
 
 
@@ -138,7 +139,7 @@ def main() -> None:
     dtype = DTYPES[options.dtype]
     where = {**machine(), "threads": options.threads}
     print_header(where)
-    contenders = [*ours(dtype), *peers(dtype)]
+    contenders = [*ours(dtype), *([torch_muon()] if dtype == torch.bfloat16 else []), *gram_peers(dtype)]
     print((__doc__ or "").split("\n\n", 2)[2])
     columns = ["", "ms", "CPU ms", "GFLOP", "of peak", *(f"error {c:.0e}" for c in CONDITIONS), "speed", "same error"]
     record = {}

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmuon_hf.core as dmuon
 
-__all__ = ["Contender", "counted_flops", "exact", "ours", "peers", "relative_error", "spectrum"]
+__all__ = ["Contender", "counted_flops", "exact", "gram_peers", "ours", "relative_error", "spectrum", "torch_muon"]
 
 Rows = Sequence[Sequence[float]]
 STEPS = 5
@@ -44,6 +44,10 @@ class Contender:
     def mine(self) -> bool:
         return self.ns is not None
 
+    def on_a_copy(self, G: Tensor) -> Tensor:
+        """``run``, with ``G`` left as it is."""
+        return self.run(G.clone())
+
 
 def ours(
     dtype: torch.dtype, *, backends: Sequence[str] = ("direct", "gram", "auto"), **options: Any
@@ -57,23 +61,26 @@ def ours(
     return found
 
 
-def peers(dtype: torch.dtype, *, kernels: bool = False) -> list[Contender]:
-    """torch.optim.Muon in bfloat16, the one type it has, and gram-newton-schulz in ``dtype``, if it is installed.
+def torch_muon() -> Contender:
+    """The Newton-Schulz of ``torch.optim.Muon``, which iterates in bfloat16 whatever it is given."""
+    return Contender("torch.optim.Muon", _torch_muon, TORCH_ROWS)
 
-    gram-newton-schulz iterates in float16 whatever it is given; for another ``dtype`` the name float16 means that one
-    inside its module. ``kernels`` lets it use quack.
+
+def gram_peers(dtype: torch.dtype, *, kernels: bool = False) -> list[Contender]:
+    """gram-newton-schulz in ``dtype``, direct and Gram; nothing, with a line that says so, if it is not installed.
+
+    It iterates in float16 whatever it is given; for another ``dtype`` the name float16 means that one in its module.
+    ``kernels`` lets it use quack.
     """
-    found = []
-    if dtype == torch.bfloat16:
-        found.append(Contender("torch.optim.Muon", _torch_muon, TORCH_ROWS))
     module = _gram_newton_schulz()
     if module is None:
-        print("left out: gram-newton-schulz, which cannot be imported here; pip install --no-deps gram-newton-schulz")
-        return found
+        return []
     options = {"ns_use_kernels": kernels, "compile_kwargs": None}
+    suffix = " quack" if kernels else ""
+    found = []
     for name, cls in (("direct", module.StandardNewtonSchulz), ("gram", module.GramNewtonSchulz)):
         run = _in_dtype(cls(**options), dtype)
-        found.append(Contender(f"gram-newton-schulz {name}", run, module.POLAR_EXPRESS_COEFFICIENTS))
+        found.append(Contender(f"gram-newton-schulz {name}{suffix}", run, module.POLAR_EXPRESS_COEFFICIENTS))
     return found
 
 
@@ -85,8 +92,7 @@ def _gram_newton_schulz() -> Any:
     try:
         return importlib.import_module("gram_newton_schulz")
     except Exception as error:
-        if not isinstance(error, ModuleNotFoundError) or error.name != "gram_newton_schulz":
-            print(f"gram-newton-schulz: {type(error).__name__}: {error}")
+        print(f"left out: gram-newton-schulz cannot be imported ({error}); pip install --no-deps gram-newton-schulz")
         return None
 
 
@@ -111,7 +117,7 @@ def counted_flops(contender: Contender, G: Tensor, dtype: torch.dtype) -> float:
     if contender.ns is not None:
         return contender.ns.flops(*G.shape, dtype=dtype, device=G.device)
     with FlopCounterMode(display=False) as counter:
-        contender.run(G.clone())
+        contender.on_a_copy(G)
     return float(counter.get_total_flops())
 
 
@@ -125,7 +131,8 @@ def spectrum(m: int, n: int, condition: float, *, device: torch.device, seed: in
     left = torch.linalg.qr(torch.randn(m, k, generator=generator).to(device)).Q
     right = torch.linalg.qr(torch.randn(n, k, generator=generator).to(device)).Q
     values = torch.logspace(0.0, -math.log10(condition), k, device=device)
-    return (left * values) @ right.T
+    result: Tensor = (left * values) @ right.T
+    return result
 
 
 def exact(G: Tensor, rows: Rows) -> Tensor:
@@ -137,7 +144,8 @@ def exact(G: Tensor, rows: Rows) -> Tensor:
     for a, b, c in rows:
         R = X @ X.T
         X = a * X + (b * R + c * (R @ R)) @ X
-    return X.T if tall else X
+    result: Tensor = X.T if tall else X
+    return result
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:

@@ -10,6 +10,7 @@
 | `Trainer.__init__`           | transformers >=5.24,<6 | `optimizers=dmuon_hf.create(...)`                  |
 | `Trainer.create_scheduler`   | transformers >=5.24,<6 | `create(scheduler=...)`                            |
 | `Trainer.train`              | transformers >=5.24,<6 | resuming passes by checkpoints that are cut off    |
+| `Trainer.save_model`         | transformers >=5.24,<6 | a whole model under `SHARDED_STATE_DICT` too       |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
 DMuon optimizer, model or plugin is involved; the two state hooks act only where FSDP2 was asked for on CPU, which
@@ -69,6 +70,7 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
     Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
     Hook("transformers", "Trainer", "train", "dmuon_hf.trainer:train"),
+    Hook("transformers", "Trainer", "save_model", "dmuon_hf.trainer:save_model"),
 )
 
 # Installed hooks with the method each replaced and the method it put there.

@@ -7,7 +7,8 @@ runs, and the optimizer is bound to the result by name afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) ->
     # Schedulers find the wrapper of their optimizer among the prepared ones, so they come after it.
     ours = [arg for arg in args if arg is optimizer or isinstance(arg, LRScheduler)]
     theirs = [arg for arg in args if not any(arg is own for own in ours)]
-    with hidden(model):
+    with hidden(model), _persistent_buffers_kept(accelerator, model):
         results = dict(zip(map(id, theirs), original(accelerator, *theirs), strict=True))
     optimizer.rebind(model)
     results[id(optimizer)] = accelerator._prepare_one(optimizer, first_pass=True)
@@ -87,6 +88,35 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) ->
         if scheduler is not optimizer:
             results[id(scheduler)] = accelerator._prepare_one(scheduler)
     return tuple(results[id(arg)] for arg in args)
+
+
+@contextmanager
+def _persistent_buffers_kept(accelerator: Any, model: nn.Module) -> Iterator[None]:
+    """Give every rank the saved buffers of rank 0, where only rank 0 has loaded the model.
+
+    accelerate takes whatever a state dict holds for a sharded parameter then, and fails on buffers, so it must not see
+    them. Collective in that mode; nothing in others.
+    """
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        yield
+        return
+    kept = {
+        (module, name): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    for module, name in kept:
+        del module._buffers[name]
+    try:
+        yield
+    finally:
+        for (module, name), buffer in kept.items():
+            module._buffers[name] = buffer
+    for (module, name), buffer in kept.items():
+        value = torch.empty_like(buffer, device=accelerator.device) if buffer.is_meta else buffer.to(accelerator.device)
+        torch.distributed.broadcast(value, src=0)
+        module._buffers[name] = value
 
 
 def get_state_dict(original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ Predicate = Callable[[str, nn.Parameter], bool]
 # Models whose peculiarities were logged already.
 _reported: WeakSet[nn.Module] = WeakSet()
 
-_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+_ROUTER_NAMES = frozenset({"gate", "shared_expert_gate"})
 _FUSED_NAMES = frozenset(
     {
         "Wqkv",
@@ -171,13 +171,24 @@ class _Context:
             return _EXPERT_STACK
         if parameter.ndim != 2 or min(parameter.shape) == 1:
             return "not a matrix"
-        if module_name.rpartition(".")[2] in _ROUTER_NAMES or type(module).__name__.endswith(("Router", "Gate")):
+        if self._is_router(module_name):
             return "router"
         if self._boundaries.block_name(name) is None:
             return "outside the transformer blocks"
         if leaf != "weight" or not (isinstance(module, nn.Linear) or _is_conv1d(module)):
             return f"{leaf} of a {type(module).__name__}"
         return None
+
+    def _is_router(self, module_name: str) -> bool:
+        """Whether a module, or one around it, chooses what its input is sent to."""
+        parts = module_name.split(".")
+        if parts[-1] in _ROUTER_NAMES or type(self._modules[module_name]).__name__.endswith("Gate"):
+            return True
+        around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return any(
+            part.endswith("router") or type(self._modules[name]).__name__.endswith("Router")
+            for part, name in zip(parts, around, strict=True)
+        )
 
     def _family_rule(self, name: str) -> Any:
         """The preset's rule, from the innermost module around the parameter whose config names a known family."""

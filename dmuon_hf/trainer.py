@@ -1,4 +1,4 @@
-"""What the hooks on `transformers.Trainer` do: build what `dmuon_hf.create()` describes, and resume safely."""
+"""What the hooks on `transformers.Trainer` do: build what `dmuon_hf.create()` describes, resume and save safely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.factory import DMuonOptimizers, create_optimizer
 
-__all__ = ["TrainerOptimizerFactory", "create_scheduler", "last_complete_checkpoint", "train", "trainer_init"]
+__all__ = [
+    "TrainerOptimizerFactory",
+    "create_scheduler",
+    "last_complete_checkpoint",
+    "save_model",
+    "train",
+    "trainer_init",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +85,42 @@ def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_st
 def train(
     original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """`Trainer.train`: resume from the last checkpoint that was written to its end, not one that a crash cut off."""
-    if resume_from_checkpoint is True and _description(trainer) is not None:
-        resume_from_checkpoint = str(last_complete_checkpoint(Path(trainer.args.output_dir)))
+    """`Trainer.train`: resume from the last checkpoint that was written to its end, not one that a crash cut off.
+
+    A checkpoint without optimizer state, which the Trainer would take with fresh momentum, is refused.
+    """
+    if _description(trainer) is not None and resume_from_checkpoint:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_complete_checkpoint(Path(trainer.args.output_dir)))
+        _check_optimizer_state(Path(resume_from_checkpoint))
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
+
+
+def save_model(
+    original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> Any:
+    """`Trainer.save_model`: write a model that `from_pretrained` opens under `SHARDED_STATE_DICT` too.
+
+    The Trainer alone writes nothing then, without a word. Its own saves of checkpoints stay sharded. Collective.
+    """
+    if _description(trainer) is not None and not _internal_call and _saves_shards(trainer):
+        directory = trainer.args.output_dir if output_dir is None else output_dir
+        trainer._save(directory, state_dict=trainer.accelerator.get_state_dict(trainer.model))
+    return original(trainer, output_dir, _internal_call)
+
+
+def _saves_shards(trainer: Any) -> bool:
+    if not trainer.is_fsdp_enabled:
+        return False
+    return "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+
+
+def _check_optimizer_state(checkpoint: Path) -> None:
+    if checkpoint.is_dir() and not any(checkpoint.glob("optimizer*")):
+        raise ConfigurationError(
+            f"{checkpoint} holds no optimizer state, so momentum would start from zero. Resume from a checkpoint that "
+            "was saved without save_only_model, or load these weights with from_pretrained and start a new run"
+        )
 
 
 def last_complete_checkpoint(directory: Path) -> Path:

@@ -88,11 +88,10 @@ class DMuonArguments:
 # TrainingArguments that suit a demonstration; every one is a flag.
 DEFAULTS: dict[str, Any] = {
     "output_dir": "outputs/finetune",
-    "max_steps": 12,
+    "max_steps": 14,
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 2,
     "learning_rate": 5e-4,
-    "warmup_steps": 2,
     "lr_scheduler_type": "cosine",
     "logging_steps": 1,
     "save_strategy": "no",

@@ -33,7 +33,8 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Layers and a head; input `(batch, WIDTH)`, output a scalar loss.
 
-    Layers in `skip` do not run; those in `unused` run and their output is dropped, so that they get no gradient.
+    Layers in `skip` do not run; those in `unused` run and their output is dropped, so that they get no gradient; those
+    in `twice` run twice.
     """
 
     def __init__(self, *, norm: bool, layers: int = LAYERS) -> None:
@@ -41,11 +42,17 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Layer(norm=norm) for _ in range(layers))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor, skip: Collection[int] = (), unused: Collection[int] = ()) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        skip: Collection[int] = (),
+        unused: Collection[int] = (),
+        twice: Collection[int] = (),
+    ) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
             if i not in skip:
                 y = layer(x)
-                x = x if i in unused else y
+                x = x if i in unused else layer(y) if i in twice else y
         return self.head(x).square().mean()
 
 

@@ -22,7 +22,7 @@ from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.core.runtime.lockstep import Channel, LockstepMonitor
 from tests.distributed.lockstep_setup import HYPER, batch_of, is_matrix, make_net, part_of, prepare
 from tests.distributed.training import full
-from tests.harness import init_gloo, run_ranks
+from tests.harness import init_gloo, run_ranks, run_ranks_outcomes
 from tests.harness.reference import ReferenceOptimizer
 
 LIMIT = 1.0
@@ -36,6 +36,10 @@ def two_forwards(model: torch.nn.Module, step: int, rank: int, world: int) -> to
     """A chosen and a rejected batch, as preference losses have it."""
     chosen, rejected = part_of(step, rank, world), part_of(step + 100, rank, world)
     return torch.nn.functional.softplus(model(rejected) - model(chosen))
+
+
+def layers_run_twice(model: torch.nn.Module, step: int, rank: int, world: int) -> torch.Tensor:
+    return model(part_of(step, rank, world), twice=(1, 2))
 
 
 def same_layers_dropped(model: torch.nn.Module, step: int, rank: int, world: int) -> torch.Tensor:
@@ -60,6 +64,7 @@ LOSSES: dict[str, Losses] = {
     loss.__name__: loss
     for loss in (
         two_forwards,
+        layers_run_twice,
         same_layers_dropped,
         layer_without_gradient_on_one_rank,
         layers_without_gradient_on_one_rank,
@@ -105,6 +110,8 @@ def assert_same_weights(got: list[dict[str, torch.Tensor]], want: list[dict[str,
     [
         ("two_forwards", "z3", True, 2),
         ("two_forwards", "hsdp", True, 4),
+        ("layers_run_twice", "z3", True, 2),
+        ("layers_run_twice", "hsdp", True, 4),
         ("same_layers_dropped", "z3", False, 2),
         ("same_layers_dropped", "hsdp", False, 4),
         ("layer_without_gradient_anywhere", "z3", False, 2),
@@ -160,7 +167,14 @@ def train_with_pauses(rank: int, world: int, pause: float) -> int:
 
 
 def test_rank_that_is_slow_anywhere_is_waited_for() -> None:
-    run_ranks(train_with_pauses, 2, 4 * LIMIT + 1, env=ENV)
+    outcomes = run_ranks_outcomes(train_with_pauses, 2, 4 * LIMIT + 1, env=ENV)
+    for outcome in outcomes:
+        assert outcome.status == "returned", outcome.report()
+    # What the others are waiting for is said once per wait, by one rank.
+    log = "".join(outcome.log for outcome in outcomes)
+    assert "still waiting: rank 0 is busy with work of its own" in log
+    assert "rank 1 waits in get_model_state_dict" in log
+    assert "in train_with_pauses" in log
 
 
 def train_twice_with_new_groups(rank: int, world: int) -> list[str]:

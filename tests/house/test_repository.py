@@ -107,8 +107,9 @@ def test_ci_script_is_executable_and_runs_quality_and_tests():
 
 
 def test_current_stamp_makes_the_environment_target_do_nothing(tmp_path):
-    content = (ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()
-    for name in ("pyproject.toml", "constraints.txt", "Makefile"):
+    pinned = ("pyproject.toml", "constraints.txt", "requirements-kernels.txt")
+    content = b"".join((ROOT / name).read_bytes() for name in pinned)
+    for name in (*pinned, "Makefile"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / ".venv").mkdir()
     checksum = subprocess.run(["cksum"], input=content, capture_output=True, check=True).stdout.split()[0].decode()

@@ -39,9 +39,8 @@ def test_kernel_fits_a_multiprocessor_without_spilling(capability, M, tmp_path, 
 @pytest.mark.parametrize(
     ("capability", "instruction"), [(80, "mma.sync"), (90, "wgmma.mma_async"), (100, "tcgen05.mma")]
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_kernel_uses_the_tensor_cores_of_the_architecture(capability, instruction, dtype):
-    assert instruction in compile_ahead_of_time(capability, dtype, TileConfig()).asm["ptx"]
+def test_kernel_uses_the_tensor_cores_of_the_architecture(capability, instruction):
+    assert instruction in compile_ahead_of_time(capability, torch.bfloat16, TileConfig()).asm["ptx"]
 
 
 @pytest.mark.parametrize("M", CONFIGS)

@@ -105,6 +105,23 @@ def test_encoder_decoder_model_with_shared_embedding_trains_like_one_process(whi
 # -- models that one rank loads ----------------------------------------------------------------------------------------
 
 
+def _with_saved_buffer() -> nn.Module:
+    """A tied model with a buffer that checkpoints hold, beside the rotary one that they do not."""
+    torch.manual_seed(0)
+    config = tf.DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = tf.DeepseekV3ForCausalLM(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
+    return model.eval()
+
+
+_LOADED = {"rotary": lambda: tiny_llama(tie_word_embeddings=True).eval(), "saved": _with_saved_buffer}
+
+
 def _loaded_by_one_rank(rank: int, world: int, directory: str) -> tuple[torch.Tensor, bool]:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -120,12 +137,12 @@ def _loaded_by_one_rank(rank: int, world: int, directory: str) -> tuple[torch.Te
     return logits, model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_model_loaded_by_one_rank_computes_the_same_on_all(tmp_path: Any) -> None:
-    # Equal logits need the rotary buffers too, which no checkpoint holds.
-    source = tiny_llama(tie_word_embeddings=True)
+@pytest.mark.parametrize("buffer", list(_LOADED))
+def test_model_loaded_by_one_rank_computes_the_same_on_all(tmp_path: Any, buffer: str) -> None:
+    source = _LOADED[buffer]()
     source.save_pretrained(tmp_path)
     with torch.no_grad():
-        expected = source.eval()(input_ids=torch.arange(8).unsqueeze(0)).logits
+        expected = source(input_ids=torch.arange(8).unsqueeze(0)).logits
     env = fsdp_env(2, FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_SYNC_MODULE_STATES="true")
     for logits, tied in run_ranks(_loaded_by_one_rank, 2, str(tmp_path), init=False, env=env):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

@@ -96,6 +96,24 @@ def test_model_saved_in_parts_has_an_index_and_reopens_with_equal_logits(tmp_pat
     torch.testing.assert_close(results[0]["logits"], logits)
 
 
+def _save_sharded(rank: int, world: int, directory: str) -> dict[str, torch.Tensor]:
+    as_launched()
+    trainer = make_trainer(tiny_llama(tie_word_embeddings=True), arguments(directory, max_steps=1))
+    trainer.train()
+    trainer.save_model(f"{directory}/model")
+    weights = full_weights(trainer.model)
+    finish()
+    return weights
+
+
+def test_model_saved_under_sharded_state_dict_reopens_with_the_trained_weights(tmp_path: Path) -> None:
+    env = fsdp_env(2, state_dict="SHARDED_STATE_DICT")
+    weights = run_ranks(_save_sharded, 2, str(tmp_path), init=False, env=env)[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
 def _save_on_main_process_only(rank: int, world: int, directory: str) -> None:
     as_launched()
     trainer = make_trainer(tiny_llama(), arguments(directory, max_steps=1))

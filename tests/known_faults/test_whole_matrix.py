@@ -177,9 +177,11 @@ def test_buffers_of_a_collective_live_until_it_is_waited_for() -> None:
 def _drift(rank: int, world: int, fault: str) -> str:
     """Two good steps, a rank that drifts, one more step; the error of this rank."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6))
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 1))
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    dmuon.dedicate_params(model, mesh["shard"], lambda name, param: param.ndim == 2, replicate_mesh=mesh["replicate"])
+    dmuon.dedicate_params(
+        model, mesh["shard"], lambda name, param: name in ("0.weight", "1.weight"), replicate_mesh=mesh["replicate"]
+    )
     fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model, lr=0.1)
 

@@ -78,6 +78,11 @@ def test_auto_takes_triton_without_the_other_packages(machine, sm):
     assert NewtonSchulz().kernel_name == "triton"
 
 
+def test_triton_counts_under_the_names_of_other_builds(machine):
+    machine.versions = {"pytorch-triton": "3.7.0+git1234"}
+    assert NewtonSchulz().kernel_name == "triton"
+
+
 @pytest.mark.parametrize("sm", [80, 90])
 def test_auto_takes_the_library_without_any_package(machine, sm):
     machine.sm = sm
@@ -109,7 +114,7 @@ def test_the_choice_is_logged_once_with_what_was_passed_over(machine, caplog):
 @pytest.mark.parametrize("name", ["quack", "cute_sm80", "triton"])
 def test_kernel_without_its_package_raises_with_the_package(machine, name):
     machine.versions = {}
-    package = next(candidate.package for candidate in CANDIDATES if candidate.name == name)
+    package = next(candidate.packages[0] for candidate in CANDIDATES if candidate.name == name)
     with pytest.raises(NotImplementedError, match=rf"kernel='{name}' cannot run.*{package} is not installed.*'cublas'"):
         NewtonSchulz(kernel=name)
 
@@ -120,10 +125,27 @@ def test_kernel_that_cannot_be_imported_raises_with_the_cause(machine):
         NewtonSchulz(kernel="quack")
 
 
-def test_untested_version_of_quack_raises_with_the_range(machine):
-    machine.versions["quack-kernels"] = "0.7.0"
-    with pytest.raises(NotImplementedError, match=r"0\.7\.0 is installed.*from 0\.3\.11 to below 0\.7"):
-        NewtonSchulz(kernel="quack")
+@pytest.mark.parametrize(
+    ("kernel", "package", "version", "message"),
+    [
+        (
+            "quack",
+            "quack-kernels",
+            "0.7.0",
+            r"quack-kernels 0\.7\.0 is installed; it needs 0\.3\.11 or newer, below 0\.7\.",
+        ),
+        (
+            "cute_sm80",
+            "nvidia-cutlass-dsl",
+            "4.3.5",
+            r"nvidia-cutlass-dsl 4\.3\.5 is installed; it needs 4\.4 or newer\.",
+        ),
+    ],
+)
+def test_untested_version_raises_with_the_range(machine, kernel, package, version, message):
+    machine.versions[package] = version
+    with pytest.raises(NotImplementedError, match=message):
+        NewtonSchulz(kernel=kernel)
 
 
 def test_kernel_for_newer_gpus_raises_with_both(machine):

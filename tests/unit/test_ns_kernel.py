@@ -134,4 +134,4 @@ def test_symmetric_share_is_what_the_blocks_compute(monkeypatch):
     kernel = LibraryKernel()
     assert kernel.symmetric_share(100, 100, torch.float32, CPU) == 1.0
     assert kernel.symmetric_share(256, 256, torch.float32, CPU) == 10 / 16
-    assert kernel.symmetric_share(5000, 5000, torch.float32, CPU) == 36 / 64
+    assert kernel.symmetric_share(4096, 4096, torch.float32, CPU) == 36 / 64

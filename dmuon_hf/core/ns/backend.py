@@ -92,6 +92,11 @@ class NewtonSchulz:
         return self._kernel.name
 
     @property
+    def graphs(self) -> GraphReplay | None:
+        """The CUDA graphs captured so far; ``None`` where none are to be."""
+        return self._graphs
+
+    @property
     def fingerprint(self) -> str:
         """All that the result depends on, the resolved kernel included: ranks that update alike have the same one."""
         return f"{self!r} with kernel {self.kernel_name}"

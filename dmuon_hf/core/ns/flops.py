@@ -1,7 +1,7 @@
 """Multiply-add counts of the two algorithms, times two: what ``backend="auto"`` chooses by.
 
-For a matrix with sides ``m <= n``; ``share`` is the part of a full product that a symmetric product costs, 0.5 to 1, and
-``short_share`` the same where the short side is summed over, if it differs.
+For a matrix with sides ``m <= n``; ``share`` is the part of a full product that a symmetric product costs, 0.5 to 1,
+and ``short_share`` the same where the short side is summed over, if it differs.
 """
 
 from __future__ import annotations

@@ -99,6 +99,11 @@ class GraphReplay:
         self._buckets: dict[Hashable, _Bucket | None] = {}
         self._met: set[Hashable] = set()
 
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return sum(bucket is not None for bucket in self._buckets.values())
+
     def __call__(self, function: Callable[[Tensor], Tensor], G: Tensor, variant: Hashable) -> Tensor:
         """``function(G)``, a new tensor. ``variant`` tells apart functions that compute different things."""
         if not self._may_capture(G):

@@ -25,23 +25,23 @@ class Candidate:
         name: What ``kernel=`` calls it.
         detail: The same in words.
         module: Its module in ``dmuon_hf.core.ns.backends``, which offers ``syrk``.
-        package: The package to install.
-        imports: The module of that package which has to be importable.
+        packages: The package to install, and others that bring the same module.
+        imports: The module that has to be importable.
         majors: Compute capabilities it runs on, without the minor number.
         preferred: Those on which ``"auto"`` takes it.
         tile: Rows of the largest tile: products of fewer rows have no tile to save.
-        least, below: Bounds of the tested versions of ``package``, the upper one exclusive; ``None`` tests none.
+        least, below: Bounds of the versions it was tested with; ``below`` is exclusive.
     """
 
     name: str
     detail: str
     module: str
-    package: str
+    packages: tuple[str, ...]
     imports: str
     majors: tuple[int, ...]
     preferred: tuple[int, ...]
     tile: int = 128
-    least: tuple[int, ...] | None = None
+    least: tuple[int, ...] = ()
     below: tuple[int, ...] | None = None
 
 
@@ -51,16 +51,17 @@ CANDIDATES = (
         name="cute_sm80",
         detail="DMuon internal",
         module="cute_sm80",
-        package="nvidia-cutlass-dsl",
+        packages=("nvidia-cutlass-dsl",),
         imports="cutlass.cute",
         majors=(8, 9, 10, 11, 12),
         preferred=(8,),
+        least=(4, 4),
     ),
     Candidate(
         name="quack",
         detail="Tri Dao quack",
         module="quack",
-        package="quack-kernels",
+        packages=("quack-kernels",),
         imports="quack.gemm_interface",
         majors=(9, 10, 11, 12),
         preferred=(9, 10, 11, 12),
@@ -72,7 +73,7 @@ CANDIDATES = (
         name="triton",
         detail="portable Triton",
         module="triton_syrk",
-        package="triton",
+        packages=("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
         imports="triton.language",
         majors=(8, 9, 10, 11, 12),
         preferred=(8, 9, 10, 11, 12),
@@ -108,17 +109,23 @@ def _other_device(candidate: Candidate, sm: int) -> bool:
 
 
 def _version_problem(candidate: Candidate) -> str | None:
-    try:
-        text = importlib.metadata.version(candidate.package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"the package {candidate.package} is not installed"
+    """Of a version that is missing, too old or too new."""
+    installed = {package: _version(package) for package in candidate.packages}
+    package, text = next(((name, version) for name, version in installed.items() if version), ("", ""))
+    if not text:
+        return f"the package {candidate.packages[0]} is not installed"
     found = tuple(map(int, re.findall(r"\d+", text)[:3]))
-    too_old = candidate.least is not None and found < candidate.least
-    too_new = candidate.below is not None and found >= candidate.below
-    if too_old or too_new:
-        least, below = (".".join(map(str, bound or ())) for bound in (candidate.least, candidate.below))
-        return f"{candidate.package} {text} is installed, and only versions from {least} to below {below} were tested"
-    return None
+    if candidate.least <= found and (candidate.below is None or found < candidate.below):
+        return None
+    least, below = (".".join(map(str, bound or ())) for bound in (candidate.least, candidate.below))
+    return f"{package} {text} is installed; it needs {least} or newer{below and f', below {below}'}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @functools.cache

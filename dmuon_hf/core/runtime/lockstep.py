@@ -172,12 +172,14 @@ class LockstepMonitor:
         return _Waiting(self, what)
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a gloo work handle, as long as it takes or until the ranks are known to have diverged.
+        """Wait for a work handle, as long as it takes or until the ranks are known to have diverged.
+
+        On the CPU the host waits; on an accelerator the current stream does, and nothing is raised here.
 
         Raises:
             LockstepError: The ranks diverged, or a peer is gone.
         """
-        if self._topology is None:
+        if self._topology is None or self._topology.device.type != "cpu":
             work.wait()
             return
         while not _arrived(work):

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-__all__ = ["MIXED_PATIENCE", "Position", "State", "find_divergence"]
+__all__ = ["MIXED_PATIENCE", "Position", "State", "find_divergence", "summary"]
 
 State = Literal["waits", "busy", "ended"]
 
@@ -163,7 +163,7 @@ def _crossed(waiting: Sequence[Position]) -> str | None:
         for b in candidates[i + 1 :]:
             if a.lacks(b) and b.lacks(a):
                 return (
-                    f"ranks disagree: {_summary(waiting)}. Rank {a.rank} has issued {_counted(b.lacks(a))} that rank "
+                    f"ranks disagree: {summary(waiting)}. Rank {a.rank} has issued {_counted(b.lacks(a))} that rank "
                     f"{b.rank} has not, and rank {b.rank} {_counted(a.lacks(b))} that rank {a.rank} has not. {_ADVICE}"
                 )
     return None
@@ -182,7 +182,7 @@ def _mixed_up(waiting: Sequence[Position], positions: Sequence[Position], limit:
     if any(p.lacks(first) or first.lacks(p) for p in waiting) or len({_kind(p) for p in waiting}) == 1:
         return None
     seconds = min(position.seconds for position in waiting)
-    return f"ranks disagree: {_summary(waiting)}, and none has moved for {seconds:.0f} s. {_ADVICE}"
+    return f"ranks disagree: {summary(waiting)}, and none has moved for {seconds:.0f} s. {_ADVICE}"
 
 
 def _kind(position: Position) -> str:
@@ -191,10 +191,10 @@ def _kind(position: Position) -> str:
 
 def _places(positions: Sequence[Position]) -> str:
     """The summary in brackets, where it tells the ranks apart."""
-    return f" ({_summary(positions)})" if len({position.describe() for position in positions}) > 1 else ""
+    return f" ({summary(positions)})" if len({position.describe() for position in positions}) > 1 else ""
 
 
-def _summary(positions: Sequence[Position]) -> str:
+def summary(positions: Sequence[Position]) -> str:
     """``rank 0 waits in ..., ranks 1-3 wait in ...``, in rank order of the first of each."""
     by_text: dict[str, list[int]] = {}
     for position in positions:

@@ -19,7 +19,13 @@ from torch.distributed import ProcessGroup
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.lockstep_exit import guard_exit, unguard_exit
-from dmuon_hf.core.runtime.lockstep_positions import MIXED_PATIENCE, Position, State, find_divergence
+from dmuon_hf.core.runtime.lockstep_positions import (
+    MIXED_PATIENCE,
+    Position,
+    State,
+    find_divergence,
+    summary,
+)
 from dmuon_hf.core.runtime.lockstep_stack import Sample, sample_thread
 
 if TYPE_CHECKING:
@@ -37,6 +43,8 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 # Ranks that compare everybody's positions; the others only read the verdict, so the store's load stays linear.
 _JUDGES = 4
 _STORE_FAILURES = 3
+# Multiple of the limit after which a wait that proves nothing is reported.
+_REPORT = 3.0
 
 # How many runtimes were watched on each set of ranks: names the keys of one runtime in the store.
 _watched: dict[tuple[int, ...], int] = {}
@@ -59,10 +67,11 @@ class LockstepWatch:
         self._grace = _seconds(GRACE_VARIABLE, _DEFAULT_GRACE)
         self._stopped = threading.Event()
         self._events = -1
-        self._still_since = time.monotonic()
+        self._quiet_since = self._still_since = self._told_at = time.monotonic()
         self._sample: Sample | None = None
         self._issued: dict[str, int] = {}
         self._published: tuple[str, str] | None = None
+        self._reported = False
         self._verdict: str | None = None
         self._named_at: float | None = None
 
@@ -105,13 +114,18 @@ class LockstepWatch:
         return lambda: bool(store.check([f"{key}/complete"]))
 
     def leave(self, what: str, *, raised: bool) -> bool:
-        """Tell the others that this process ends; whether it has to end although collectives are stuck."""
+        """Tell the others that this process ends; whether its exit may block in collectives that are stuck.
+
+        A clean exit is told where a launcher's agent hosts the store. Elsewhere the store may be gone with the rank that
+        hosts it, and torch prints a page about every attempt to reach it.
+        """
         monitor = self._monitor()
-        if monitor is None or self._stopped.is_set() or os.getpid() != self._pid:
+        if monitor is None or not self.is_open or os.getpid() != self._pid:
             return False
+        if raised or dist.is_torchelastic_launched():
+            with contextlib.suppress(RuntimeError):
+                self._publish(self._position("ended", what, raised=raised))
         self._stopped.set()
-        with contextlib.suppress(RuntimeError):
-            self._publish(self._position("ended", what, raised=raised))
         return raised or monitor.verdict is not None
 
     def known_verdict(self) -> str | None:
@@ -156,23 +170,32 @@ class LockstepWatch:
             del monitor
 
     def _look(self, monitor: LockstepMonitor) -> None:
-        if not self._is_still(monitor):
-            self._named_at = None
-            if self._published is not None:
-                self._publish(self._position("busy", "training"))
-                self._published = None
-            return
-        waiting = self._waiting_for(monitor)
+        waiting = self._waiting_for(monitor) if self._is_still(monitor) else None
         if waiting is None:
+            self._named_at = None
+            self._reported = False
+            self._publish_busy()
             return
         what, own = waiting
         still = time.monotonic() - self._still_since
-        if still >= self._limit:
+        overdue = still >= self._limit
+        if overdue:
             self._publish_wait(what, own, still)
         if self._verdict is None:
-            self._verdict = self._read_verdict(judge=still >= self._limit and self._rank < _JUDGES)
+            self._verdict = self._read_verdict(judge=overdue and self._rank < _JUDGES)
         if self._verdict is not None:
             self._act(monitor, self._verdict, own=own)
+        elif still >= _REPORT * self._limit and self._rank < _JUDGES:
+            self._report(still)
+
+    def _publish_busy(self) -> None:
+        """Take back what was published about a wait; say now and then what this rank does instead of communicating."""
+        now = time.monotonic()
+        overdue = now - max(self._quiet_since, self._told_at) >= self._limit
+        if self._published is not None or overdue:
+            self._publish(self._position("busy", "work of its own"))
+            self._published = None
+            self._told_at = now
 
     def _publish_wait(self, what: str, own: bool, still: float) -> None:
         position = self._position("waits", what, own=own, seconds=still)
@@ -180,6 +203,14 @@ class LockstepWatch:
         if self._published != key or still >= MIXED_PATIENCE * self._limit:
             self._publish(position)
             self._published = key
+
+    def _report(self, still: float) -> None:
+        """Once per wait, and from one rank, say who is waited for. Not an error."""
+        positions = self._positions()
+        if self._reported or min((p.rank for p in positions if p.state == "waits"), default=-1) != self._rank:
+            return
+        self._reported = True
+        logger.warning("no progress for %.0f s, still waiting: %s", still, summary(positions))
 
     def _read_verdict(self, *, judge: bool) -> str | None:
         """What some rank has proven, or what the positions prove now."""
@@ -192,17 +223,15 @@ class LockstepWatch:
 
     def _is_still(self, monitor: LockstepMonitor) -> bool:
         """Whether the rank has issued nothing, and its thread stands where it stood, since the last look."""
+        now = time.monotonic()
         issued, events = _issued(), monitor.events
         sample = None if monitor.waiting_for else sample_thread(monitor.thread)
-        same = (
-            events == self._events
-            and issued == self._issued
-            and (sample is None) == (self._sample is None)
-            and (sample is None or self._sample is None or sample.signature == self._sample.signature)
-        )
-        self._events, self._issued, self._sample = events, issued, sample
+        same = events == self._events and issued == self._issued and _unmoved(sample, self._sample)
+        if events != self._events:
+            self._quiet_since = now
         if not same:
-            self._still_since = time.monotonic()
+            self._still_since = now
+        self._events, self._issued, self._sample = events, issued, sample
         return same
 
     def _waiting_for(self, monitor: LockstepMonitor) -> tuple[str, bool] | None:
@@ -286,6 +315,12 @@ def _own_store(group: ProcessGroup) -> Any | None:
         return None
     prefix = f"dmuon_lockstep/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{number}/"
     return dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
+
+
+def _unmoved(sample: Sample | None, before: Sample | None) -> bool:
+    if sample is None or before is None:
+        return sample is before
+    return sample.signature == before.signature
 
 
 def _issued() -> dict[str, int]:

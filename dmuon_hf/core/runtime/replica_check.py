@@ -92,7 +92,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).view(-1)
     words = tensor.view(_WORDS[tensor.element_size()]).to(torch.int64)
-    return (words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum()
+    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
 
 
 def _gather_rows(runtime: Runtime, row: Tensor) -> list[list[int]]:

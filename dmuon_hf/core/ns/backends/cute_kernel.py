@@ -9,8 +9,7 @@ Imported only where nvidia-cutlass-dsl is installed. A thread block computes one
 4. The tile is written through shared memory, in whole rows: as it is, then mirrored.
 
 The slice that ``depth`` does not divide comes first: slice 0 starts ``shortfall`` elements before the matrix, and its
-part outside is zeros. The loop that follows needs no check along K. Rows beyond M are never read; what stands for them
-in shared memory reaches only elements that are never stored.
+part outside is zeros. The loop that follows needs no check along K. Rows beyond M are never read: zeros stand for them.
 """
 
 # The decorators of CuTe DSL carry no types.

@@ -6,12 +6,13 @@ compiled when its variant is first asked for, which takes seconds, and kept for 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,9 +55,9 @@ def syrk(
 ) -> Tensor:
     """``alpha * A @ B^T + beta * C + diag * I`` as ``contract`` defines it, on the current stream of their device.
 
-    Deterministic: the same operands and ``config`` give the same bits. ``C`` is not read if ``beta`` is 0. Operands whose rows are not contiguous are
-    copied first. Rows that start and end on 16 bytes are fastest, those on 4 bytes come next; with odd ``K`` or odd
-    strides every element is loaded by itself, several times slower.
+    Deterministic: the same operands and ``config`` give the same bits. ``C`` is not read if ``beta`` is 0. Operands
+    whose rows are not contiguous are copied first. Rows that start and end on 16 bytes are fastest, those on 4 bytes
+    come next; with odd ``K`` or odd strides every element is loaded by itself, several times slower.
 
     Raises:
         ConfigurationError: operands that the contract refuses, an ``out`` whose rows are not contiguous, or more than
@@ -64,10 +65,8 @@ def syrk(
         NotImplementedError: nvidia-cutlass-dsl is not installed, or the device is no NVIDIA GPU from SM80 on.
     """
     operands = syrk_operands(A, B, C, out=out)
-    if beta == 0:
-        operands = replace(operands, C=None)
-    operands = _with_contiguous_rows(operands)
     capability, multiprocessors = _check_device(A.device)
+    operands = _with_contiguous_rows(replace(operands, C=None) if beta == 0 else operands)
     if operands.batch > _MOST_MATRICES:
         raise ConfigurationError(f"syrk: at most {_MOST_MATRICES} matrices at a time; got {operands.batch}.")
     if operands.rows == 0 or operands.batch == 0:
@@ -121,8 +120,18 @@ def _kernel(architecture: str, variant: Variant) -> Any:
 def _compile(variant: Variant, options: str, kernel: Any = None) -> Any:
     """``cute.compile`` on arguments of which only the types, and the alignment of the pointers, count."""
     modules = _load()
-    arguments = (*_pointers(variant, (0,) * 4), 1, 0, 0, 0.0, 0.0, 0.0, *(0,) * 8, modules.driver.CUstream(0))
-    return modules.cute.compile(kernel or modules.kernel.SyrkKernel(variant), *arguments, options=options)
+    kernel = kernel or modules.kernel.SyrkKernel(variant)
+    return modules.cute.compile(kernel, *_example_arguments(variant), options=options)
+
+
+def _example_arguments(variant: Variant) -> list[Any]:
+    modules = _load()
+    element = modules.kernel.ELEMENT_TYPES[variant.dtype]
+    pointers = [
+        modules.make_ptr(element, 0, modules.cute.AddressSpace.gmem, assumed_align=2 * width)
+        for width in (variant.load_width, variant.load_width, variant.store_width, variant.store_width)
+    ]
+    return [*pointers, 1, 0, 0, 0.0, 0.0, 0.0, *(0,) * 8, modules.driver.CUstream(0)]
 
 
 def launch_arguments(
@@ -141,27 +150,39 @@ def _launch(architecture: str, variant: Variant, operands: SyrkOperands, scalars
     device = operands.A.device
     kernel = _kernel(architecture, variant)
     tensors, numbers = launch_arguments(operands, scalars)
-    pointers = _pointers(variant, [x.data_ptr() for x in tensors])
     with torch.cuda.device(device):
-        stream = _load().driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
-        kernel(*pointers, operands.batch, *numbers, stream)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        values = (*(x.data_ptr() for x in tensors), operands.batch, *numbers, stream)
+        kernel(*map(_Argument, _KINDS, values))
+
+
+class _Argument:
+    """A number where a compiled function reads it. The compiler's own conversion takes the host six times as long."""
+
+    __slots__ = ("_number", "_pointers")
+
+    def __init__(self, kind: Callable[[Any], Any], value: float) -> None:
+        self._number = kind(value)
+        self._pointers = [ctypes.addressof(self._number)]
+
+    def __c_pointers__(self) -> list[int]:
+        return self._pointers
+
+
+# Of A, B, C, out; batch, M, K; alpha, beta, diag; the strides; the stream.
+_KINDS = (
+    *(ctypes.c_void_p,) * 4,
+    *(ctypes.c_int32,) * 3,
+    *(ctypes.c_float,) * 3,
+    *(ctypes.c_int64,) * 8,
+    ctypes.c_void_p,
+)
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
     """Of batch and rows; 0 where there is one only, whose stride means nothing and may break the alignment."""
     batch, rows = (stride if size > 1 else 0 for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
     return batch, rows
-
-
-def _pointers(variant: Variant, addresses: Sequence[int]) -> list[Any]:
-    modules = _load()
-    element = modules.kernel.ELEMENT_TYPES[variant.dtype]
-    widths = (variant.load_width, variant.load_width, variant.store_width, variant.store_width)
-    space = modules.cute.AddressSpace.gmem
-    return [
-        modules.make_ptr(element, address, space, assumed_align=2 * width)
-        for address, width in zip(addresses, widths, strict=True)
-    ]
 
 
 def _with_contiguous_rows(operands: SyrkOperands) -> SyrkOperands:

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def run_script(*arguments: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    # Triton's interpreter lets the checks of its kernel run on a CPU.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=180, env=environment, cwd=directory
+    )
+
+
+def test_every_section_runs_on_a_cpu_from_any_directory(tmp_path):
+    done = run_script("--device", "cpu", "--tiny", "--json", "check.json", directory=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = json.loads((tmp_path / "check.json").read_text())["sections"]
+    checks = {name: section["checks"] for name, section in sections.items()}
+    assert checks["Newton-Schulz against float64"] > 0
+    assert checks["FSDP2 on one rank against no process group"] > 0
+    assert checks["A training step of a Llama"] == 3
+    assert (checks["Symmetric products against float64"] > 0) is HAS_TRITON
+    assert sections["CUDA graphs against eager calls"]["left_out"] == ["CUDA graphs need a CUDA GPU"]
+    timed = [row[1] for row in sections["Newton-Schulz per shape"]["rows"]]
+    assert {"dmuon gram kernel=cublas", "torch.optim.Muon"} <= set(timed)
+    assert not any(section["failures"] for section in sections.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+def test_without_a_gpu_it_says_so_and_exits_with_2():
+    done = run_script()
+    assert done.returncode == 2
+    assert "needs a CUDA GPU" in done.stdout
+
+
+def test_full_shapes_on_a_cpu_are_refused():
+    done = run_script("--device", "cpu")
+    assert done.returncode == 2
+    assert "goes with --tiny" in done.stderr
