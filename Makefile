@@ -14,13 +14,13 @@ DEMO_OUTPUT ?= outputs/demo
 .PHONY: help venv test demo quality format bench gpu-check clean
 
 help:
-	@echo "make demo     fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
-	@echo "make test     run the whole test suite"
-	@echo "make quality  ruff and mypy"
-	@echo "make format   let ruff fix and format the code"
-	@echo "make bench    time a training step against FSDP2 with AdamW"
-	@echo "make gpu-check  on one GPU, with its own PyTorch: check and time the kernels and the optimizer"
-	@echo "make venv     only make the environment; PYTHON=python3.12 chooses the interpreter"
+	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
+	@echo "make test      run the whole test suite"
+	@echo "make quality   ruff and mypy"
+	@echo "make format    let ruff fix and format the code"
+	@echo "make bench     time a training step against FSDP2 with AdamW"
+	@echo "make gpu-check on one GPU, with the PyTorch of this machine: check and time what needs one"
+	@echo "make venv      only make the environment; PYTHON=python3.12 chooses the interpreter"
 
 venv: $(STAMP)
 

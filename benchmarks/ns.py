@@ -139,7 +139,8 @@ def main() -> None:
     dtype = DTYPES[options.dtype]
     where = {**machine(), "threads": options.threads}
     print_header(where)
-    contenders = [*ours(dtype), *([torch_muon()] if dtype == torch.bfloat16 else []), *gram_peers(dtype)]
+    mine = [*ours(dtype), *ours(dtype, backends=("gram",), restart_iterations=(2,))]
+    contenders = [*mine, *([torch_muon()] if dtype == torch.bfloat16 else []), *gram_peers(dtype)]
     print((__doc__ or "").split("\n\n", 2)[2])
     columns = ["", "ms", "CPU ms", "GFLOP", "of peak", *(f"error {c:.0e}" for c in CONDITIONS), "speed", "same error"]
     record = {}

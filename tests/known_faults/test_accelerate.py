@@ -129,6 +129,11 @@ def _loaded_by_one_rank(rank: int, world: int, directory: str) -> tuple[torch.Te
     as_launched()
     accelerator = Accelerator()
     model = AutoModelForCausalLM.from_pretrained(directory)
+    if rank != 0:
+        # What a rank that has loaded nothing may hold.
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(float("nan"))
     optimizer = dmuon_hf.create_optimizer(model, lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     with torch.no_grad():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import pickle
@@ -16,7 +15,7 @@ from dmuon_hf.core.ns.kernels import resolve_kernel
 from dmuon_hf.core.ns.library import LibraryKernel
 from dmuon_hf.core.ns.support import CANDIDATES
 from dmuon_hf.core.ns.syrk_kernel import SyrkKernel
-from tests.unit.ns_reference import exact, gaussian, relative_error
+from tests.unit.ns_reference import HalfProducts, exact, gaussian, relative_error, spectrum
 
 VERSIONS = {"nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5", "triton": "3.7.1"}
 
@@ -29,14 +28,9 @@ class Machine:
         self.versions = dict(VERSIONS)
         self.broken: set[str] = set()
         monkeypatch.setattr("dmuon_hf.core.ns.kernels.sm_version", lambda: self.sm)
-        monkeypatch.setattr(importlib.metadata, "version", self._version)
-        monkeypatch.setattr(support.importlib, "import_module", self._import)
+        monkeypatch.setattr(support, "_version", lambda package: self.versions.get(package, ""))
+        monkeypatch.setattr(support, "import_module", self._import)
         monkeypatch.setattr(support, "_import_problem", support._import_problem.__wrapped__)
-
-    def _version(self, package: str) -> str:
-        if package not in self.versions:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return self.versions[package]
 
     def _import(self, module: str) -> None:
         if module in self.broken:
@@ -231,14 +225,26 @@ def backend(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("backend_name", ["gram", "direct"])
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
 @pytest.mark.parametrize("shape", [(140, 300), (300, 140), (2, 140, 150)], ids=str)
-def test_newton_schulz_on_a_kernel_meets_the_bound_of_the_dtype(machine, backend, backend_name, shape):
+def test_either_algorithm_on_a_kernel_orthogonalises_any_shape(machine, backend, algorithm, shape):
     machine.sm = 80
     G = gaussian(*shape)
-    result = NewtonSchulz(backend_name, dtype=torch.bfloat16)(G)
+    result = NewtonSchulz(algorithm, dtype=torch.bfloat16)(G)
     expected = exact(G) if G.ndim == 2 else torch.stack([exact(matrix) for matrix in G])
     assert relative_error(result, expected) < 3e-2
+    assert backend.calls > 0
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 5e-2), (torch.bfloat16, 2e-1)], ids=str)
+@pytest.mark.parametrize("condition", [1e1, 1e3, 1e5, 1e9])
+def test_mirrored_triangles_keep_the_bound_of_the_dtype(machine, backend, algorithm, dtype, bound, condition):
+    machine.sm = 80
+    G = spectrum(200, 600, condition)
+    with HalfProducts():
+        result = NewtonSchulz(algorithm, dtype=dtype)(G)
+    assert relative_error(result, exact(G)) < bound
     assert backend.calls > 0
 
 

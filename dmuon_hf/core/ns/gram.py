@@ -152,7 +152,8 @@ def _segment_factor(R: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
     """``P_k ... P_1`` for the steps ``rows`` on the Gram matrix ``R``.
 
     ``P = a I + Z`` is formed only where no product can add ``a`` instead: on a diagonal that holds ``a`` the low bits
-    of ``Z`` are rounded away.
+    of ``Z`` are rounded away. Factors alternate sides, ``Z (R Z)`` and ``Z (Z' ...)``: rounding errors that are not
+    symmetric then cancel in part, which matters most where a kernel mirrors one triangle.
     """
     if len(rows) == 1:
         a, b, c = rows[0]
@@ -162,12 +163,12 @@ def _segment_factor(R: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
         Z = kernel.symmetric(R, R, R, alpha=c, beta=b)
         if index + 1 < len(rows):
             half = kernel.symmetric(R, Z, R, beta=a)
-            R = kernel.symmetric(half, Z, half, beta=a)
+            R = kernel.symmetric(Z, half, half, beta=a)
         if Q is None:
             Z.diagonal(dim1=-2, dim2=-1).add_(a)
             Q = Z
         else:
-            Q = kernel.symmetric(Q, Z, Q, beta=a)
+            Q = kernel.symmetric(Z, Q, Q, beta=a)
     assert Q is not None
     return Q
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import logging
 import os
 import re
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
@@ -131,7 +131,7 @@ def _version(package: str) -> str:
 @functools.cache
 def _import_problem(module: str) -> str | None:
     try:
-        importlib.import_module(module)
+        import_module(module)
     except Exception as error:
         # Compilers for GPUs fail in their own ways without a driver: any failure means the same to the caller.
         return f"{module} cannot be imported ({type(error).__name__}: {error})"

@@ -11,6 +11,7 @@ import atexit
 import signal
 import sys
 import threading
+import time
 import weakref
 from types import TracebackType
 from typing import Protocol
@@ -18,6 +19,8 @@ from typing import Protocol
 __all__ = ["guard_exit", "unguard_exit"]
 
 _EXIT_GRACE = 5
+# Longer than a call of the store may take.
+_JOIN_SECONDS = 6.0
 
 _failure = ""
 _may_block = False
@@ -33,12 +36,18 @@ class Guarded(Protocol):
 
 
 _guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def guard_exit(watch: Guarded) -> None:
-    """Call ``watch.leave`` when the process ends. Installs an excepthook and an exit handler the first time."""
+def guard_exit(watch: Guarded, thread: threading.Thread) -> None:
+    """Call ``watch.leave`` when the process ends, then wait for its thread.
+
+    A thread that is inside a call of the store while the interpreter is torn down would abort the process. Installs an
+    excepthook and an exit handler the first time.
+    """
     global _installed
     _guarded.add(watch)
+    _threads.add(thread)
     if not _installed:
         _installed = True
         atexit.register(_at_exit)
@@ -67,6 +76,9 @@ def _at_exception(kind: type[BaseException], error: BaseException) -> None:
 
 def _at_exit() -> None:
     _leave()
+    deadline = time.monotonic() + _JOIN_SECONDS
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
     if _may_block:
         _set_alarm()
 

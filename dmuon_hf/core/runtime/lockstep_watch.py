@@ -43,6 +43,8 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 # Ranks that compare everybody's positions; the others only read the verdict, so the store's load stays linear.
 _JUDGES = 4
 _STORE_FAILURES = 3
+# Looks after which a verdict is acted on although some rank has not read it.
+_TELLING = 3
 # Multiple of the limit after which a wait that proves nothing is reported.
 _REPORT = 3.0
 
@@ -91,7 +93,7 @@ class LockstepWatch:
         weakref.finalize(monitor, watch.stop).atexit = False
         thread = threading.Thread(target=watch._run, name=f"dmuon-lockstep-{watch._rank}", daemon=True)
         thread.start()
-        guard_exit(watch)
+        guard_exit(watch, thread)
         return watch
 
     def stop(self) -> None:
@@ -116,16 +118,16 @@ class LockstepWatch:
     def leave(self, what: str, *, raised: bool) -> bool:
         """Tell the others that this process ends; whether its exit may block in collectives that are stuck.
 
-        A clean exit is told where a launcher's agent hosts the store. Elsewhere the store may be gone with the rank that
-        hosts it, and torch prints a page about every attempt to reach it.
+        A clean exit is told where a launcher's agent hosts the store. Elsewhere the store may be gone with the rank
+        that hosts it, and torch prints a page about every attempt to reach it.
         """
-        monitor = self._monitor()
-        if monitor is None or not self.is_open or os.getpid() != self._pid:
+        monitor, was_open = self._monitor(), self.is_open
+        self._stopped.set()
+        if monitor is None or not was_open or os.getpid() != self._pid:
             return False
         if raised or dist.is_torchelastic_launched():
             with contextlib.suppress(RuntimeError):
                 self._publish(self._position("ended", what, raised=raised))
-        self._stopped.set()
         return raised or monitor.verdict is not None
 
     def known_verdict(self) -> str | None:
@@ -161,10 +163,12 @@ class LockstepWatch:
             try:
                 self._look(monitor)
                 failures = 0
+            except dist.DistNetworkError:
+                # The store went with the process that hosts it, which is often the first to end.
+                break
             except RuntimeError as error:
                 failures += 1
                 if failures == _STORE_FAILURES:
-                    # It goes with the process that hosts it, which is often the first to end.
                     logger.warning("the lockstep monitor ends, the store does not answer: %s", error)
                     break
             del monitor
@@ -179,9 +183,9 @@ class LockstepWatch:
         what, own = waiting
         still = time.monotonic() - self._still_since
         overdue = still >= self._limit
-        if overdue:
-            self._publish_wait(what, own, still)
         if self._verdict is None:
+            if overdue:
+                self._publish_wait(what, own, still)
             self._verdict = self._read_verdict(judge=overdue and self._rank < _JUDGES)
         if self._verdict is not None:
             self._act(monitor, self._verdict, own=own)
@@ -249,16 +253,20 @@ class LockstepWatch:
     def _act(self, monitor: LockstepMonitor, verdict: str, *, own: bool) -> None:
         """Let the main thread raise; end the process if it still stands there after a grace period.
 
-        In a wait of the runtime the main thread raises the verdict by itself, one look after it is known: a rank that
-        ends closes its connections, and those that stand elsewhere, and say it in the log, shall know the reason first.
+        In a wait of the runtime the main thread raises the verdict by itself, but only after every rank has had time to
+        read it: a rank that ends closes its connections, and the others shall have said the reason before that error.
         """
         now = time.monotonic()
         if self._named_at is None:
             self._named_at = now
             if not own:
                 logger.error("rank %d: %s", self._rank, verdict)
-            return
-        monitor.verdict = verdict
+        all_told = True
+        with contextlib.suppress(RuntimeError):  # no store, nobody to wait for
+            self._store.set(f"told/{self._rank}", "1")
+            all_told = self._store.check([f"told/{rank}" for rank in range(self._size)])
+        if all_told or now - self._named_at >= _TELLING * self._tick:
+            monitor.verdict = verdict
         if self._grace > 0 and now - self._named_at >= self._grace:
             sys.stderr.write(
                 f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that "
