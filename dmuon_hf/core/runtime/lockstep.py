@@ -251,7 +251,9 @@ class LockstepMonitor:
         if agreed.numel() == 0:
             return
         most, least_negated = agreed.cpu().view(2, -1)
-        if torch.equal(most, -least_negated):
+        # A replica without a word has no process: one rank plans for a large world on a fake group.
+        spoken = most != _ABSENT
+        if torch.equal(most[spoken], -least_negated[spoken]):
             return
         difference = self._watch.difference() if self._watch is not None else None
         raise LockstepError(
