@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.ns import NewtonSchulz, get_backend_status, get_ns_backend, support, syrk_kernel
+from dmuon_hf.core.ns import (
+    YOU_COEFFICIENTS,
+    NewtonSchulz,
+    get_backend_status,
+    get_ns_backend,
+    support,
+    syrk_kernel,
+)
 from dmuon_hf.core.ns.kernels import resolve_kernel
 from dmuon_hf.core.ns.library import LibraryKernel
 from dmuon_hf.core.ns.support import CANDIDATES
@@ -193,11 +200,24 @@ def test_copy_resolves_its_kernel_on_its_own_machine(machine):
     assert pickle.loads(data).kernel_name == "cublas"
 
 
-def test_fingerprints_differ_by_kernel_and_by_argument(machine):
-    on_hopper = NewtonSchulz()
+def test_fingerprint_names_the_kernel_and_every_setting(machine):
+    settings = [
+        {},
+        {"backend": "direct"},
+        {"kernel": "triton"},
+        {"coefficients": YOU_COEFFICIENTS},
+        {"restart_iterations": [1]},
+        {"dtype": torch.float32},
+    ]
+    assert len({NewtonSchulz(**options).fingerprint for options in settings}) == len(settings)
+
+
+def test_fingerprint_is_that_of_what_runs(machine):
     machine.sm = 80
-    assert len({on_hopper.fingerprint, NewtonSchulz().fingerprint, NewtonSchulz("direct").fingerprint}) == 3
-    assert NewtonSchulz().fingerprint == NewtonSchulz().fingerprint
+    on_ampere = NewtonSchulz().fingerprint
+    assert on_ampere == NewtonSchulz(kernel="cute_sm80").fingerprint
+    machine.sm = 90
+    assert on_ampere != NewtonSchulz().fingerprint
 
 
 class LowerTriangle:

@@ -53,7 +53,7 @@ def test_one_rank_with_another_kernel_stops_all(odd):
     objects = [with_kernel(1) if rank == odd else with_kernel(2) for rank in range(3)]
     raised = on_ranks(objects)
     assert all(isinstance(error, LockstepError) for error in raised)
-    assert "with kernel quack" in str(raised[odd])
+    assert "kernel='quack'" in str(raised[odd])
 
 
 @pytest.mark.parametrize("options", [{"backend": "direct"}, {"coefficients": YOU_COEFFICIENTS}], ids=str)

@@ -98,8 +98,11 @@ class NewtonSchulz:
 
     @property
     def fingerprint(self) -> str:
-        """All that the result depends on, the resolved kernel included: ranks that update alike have the same one."""
-        return f"{self!r} with kernel {self.kernel_name}"
+        """All that the result depends on, with the kernel that runs: ranks that update alike have the same one."""
+        return (
+            f"backend={self.backend!r}, kernel={self.kernel_name!r}, coefficients={schedule(self.coefficients)}, "
+            f"restart_iterations={self.restart_iterations}, dtype={self.dtype}"
+        )
 
     def __call__(self, G: Tensor, *, steps: int | None = None) -> Tensor:
         """Orthogonalise ``G``, ``(m, n)`` or a batch ``(B, m, n)``; a new tensor of its shape and dtype.

@@ -31,7 +31,7 @@ class _Overhead:
 _OVERHEADS = {
     torch.float32: _Overhead(rows=40, products=1 << 20),
     torch.float64: _Overhead(rows=40, products=1 << 20),
-    torch.bfloat16: _Overhead(rows=128, products=1 << 24),
+    torch.bfloat16: _Overhead(rows=128, products=1 << 25),
 }
 
 
