@@ -20,7 +20,7 @@ import dmuon_hf.core as dmuon
 from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
-from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
 from dmuon_hf.presets import muon_specs, routes
 
@@ -178,7 +178,7 @@ def create_optimizer(
         eps = _first(eps, args.adam_epsilon)
     if lr is None:
         raise ConfigurationError("create_optimizer needs lr= (or TrainingArguments as second argument)")
-    _dedicate(model, settings)
+    runtime = _dedicate(model, settings)
     return dmuon.Muon(
         model,
         lr=_first(settings.muon_lr, lr),
@@ -191,6 +191,8 @@ def create_optimizer(
         adamw_betas=_first(betas, (0.9, 0.999)),
         adamw_eps=_first(eps, 1e-8),
         replicate_async=settings.replicate_async,
+        # On a mesh `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
+        defer_state=runtime.topology.is_distributed,
         param_groups=_decay_groups(model, settings, lr, _first(weight_decay, 0.0), decay_names),
     )
 
@@ -203,21 +205,23 @@ def _options(given: Mapping[str, Any]) -> DMuonOptions:
     return DMuonOptions(**given)
 
 
-def _dedicate(model: nn.Module, options: DMuonOptions) -> None:
+def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
     """Give the Muon weights their owners; a model that its user dedicated stays as it is."""
     launch = current_launch()
-    if runtime_of(model) is not None:
+    runtime = runtime_of(model)
+    if runtime is not None:
         if options.predicate is not None or options.routes is not None:
             raise ConfigurationError(
                 "the model already has dedicated parameters, so predicate= and routes= would have no effect: leave "
                 "them out, or leave the dedication to this call"
             )
-        return
+        return runtime
     specs = muon_specs(routes(model, predicate=options.predicate, overrides=options.routes))
     checks.check_any_muon(model, specs)
     if launch.shard_mesh is not None:
         checks.check_shared_parameters(model)
     launch.dedicate(model, specs)
+    return require_runtime(model)
 
 
 def _decay_groups(

@@ -228,3 +228,18 @@ def test_parameter_frozen_since_keeps_its_state_where_none_is_loaded(monkeypatch
     set_optimizer_state_dict(setup.model, setup.optimizer, saved)
     assert torch.equal(momentum, setup.optimizer.state[setup.model.b_proj.weight]["momentum_buffer"])
     train(setup, range(2, 3))
+
+
+def test_deferred_state_is_made_by_the_first_step_and_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, deferred = build(monkeypatch), build(monkeypatch, defer_state=True)
+    assert not deferred.optimizer.state
+    for setup in (eager, deferred):
+        train(setup, range(2))
+    assert_same_weights(eager.model, deferred.model)
+    assert set(map(len, deferred.optimizer.state.values())) == {1, 3}
+
+
+def test_deferred_state_is_made_by_rebind(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = build(monkeypatch, defer_state=True)
+    setup.optimizer.rebind(setup.model)
+    assert len(setup.optimizer.state) == sum(param.requires_grad for param in setup.model.parameters())

@@ -83,6 +83,11 @@ def test_the_caller_may_change_its_input_after_the_capture(ns):
     assert torch.equal(ns(G), G)
 
 
+def test_input_that_requires_grad_leaves_no_history(ns):
+    for _ in range(3):
+        assert not ns(gaussian(8, 12).requires_grad_()).requires_grad
+
+
 def test_strided_input_is_replayed_with_its_own_values(ns, device):
     G = gaussian(12, 8).T
     ns(gaussian(8, 12)), ns(gaussian(8, 12))

@@ -104,8 +104,9 @@ class GraphReplay:
         """How many graphs there are."""
         return sum(bucket is not None for bucket in self._buckets.values())
 
+    @torch.no_grad()
     def __call__(self, function: Callable[[Tensor], Tensor], G: Tensor, variant: Hashable) -> Tensor:
-        """``function(G)``, a new tensor. ``variant`` tells apart functions that compute different things."""
+        """``function(G)``, a new tensor without history; ``variant`` tells functions of different results apart."""
         if not self._may_capture(G):
             return function(G)
         key = (G.shape, G.dtype, G.device, self._device.stream(G.device), variant)

@@ -91,7 +91,7 @@ class LibraryKernel:
 
     def symmetric_share(self, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> float:
         bounds = _bounds(rows, row_blocks(rows, depth, dtype, device))
-        return sum((stop - start) * stop for start, stop in pairwise(bounds)) / (rows * rows)
+        return sum((stop - start) * stop for start, stop in pairwise(bounds)) / max(1, rows * rows)
 
 
 def _bounds(rows: int, blocks: int) -> list[int]:

@@ -81,6 +81,8 @@ class Muon(Optimizer):
         first_step_progress_log_limit: Most of these messages per rank.
         lr_scale: ``"match_rms_adamw"`` (``0.2 * sqrt(max(out, in))``), ``"original"`` (``sqrt(max(1, out / in))``),
             ``"spectral"`` (``sqrt(out / in)``) or ``"none"``; ``convert_lr`` translates between them.
+        defer_state: Make the state in ``rebind`` or the first ``step``, for a model that is yet to be sharded: the
+            state of whole embeddings would be large, and thrown away.
 
     Raises:
         ConfigurationError: No dedicated matrix, an argument out of range, or ``param_groups`` that do not fit the
@@ -117,6 +119,7 @@ class Muon(Optimizer):
         first_step_progress_log_limit: int = 8,
         *,
         lr_scale: LrScale = "match_rms_adamw",
+        defer_state: bool = False,
     ) -> None:
         require_defaults(
             record_step_profile=record_step_profile,
@@ -155,7 +158,8 @@ class Muon(Optimizer):
         lowered = self._lower(param_groups, defaults)
         self._names = [group.names for group in lowered]
         super().__init__([group.as_param_group() for group in lowered], {})
-        self._reset_state()
+        if not defer_state:
+            self._reset_state()
         self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
         if debug_enabled():
             self.register_step_post_hook(lambda *_: check_replicas(self._model))
@@ -285,6 +289,8 @@ class Muon(Optimizer):
         """Once per model: the groups hold its parameters, and masters that lose small updates are reported."""
         check_held(self.param_groups, self._names, self._model)
         self._bound = True
+        if not self.state:
+            self._reset_state()
         dtypes = {str(m.param.dtype) for m in self._runtime.dedicated.values() if m.param.dtype.itemsize < 4}
         if dtypes and _is_first_rank():
             logger.warning(
