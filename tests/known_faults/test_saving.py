@@ -39,9 +39,8 @@ def _resumable(rank: int, world: int, directory: str, steps: int, resume: bool) 
     return result
 
 
-@pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_fp32_masters_and_momentum_survive_a_resume_under_bf16(tmp_path: Path, state_dict: str) -> None:
-    env = fsdp_env(2, state_dict=state_dict, ACCELERATE_MIXED_PRECISION="bf16")
+def test_fp32_masters_and_momentum_survive_a_resume_under_bf16(tmp_path: Path) -> None:
+    env = fsdp_env(2, state_dict="SHARDED_STATE_DICT", ACCELERATE_MIXED_PRECISION="bf16")
     straight = run_ranks(_resumable, 2, str(tmp_path / "a"), 3, False, init=False, env=env)[0]
     run_ranks(_resumable, 2, str(tmp_path / "b"), 2, False, init=False, env=env)
     resumed = run_ranks(_resumable, 2, str(tmp_path / "b"), 3, True, init=False, env=env)[0]
@@ -53,6 +52,12 @@ def test_fp32_masters_and_momentum_survive_a_resume_under_bf16(tmp_path: Path, s
             assert not torch.equal(weight, weight.to(torch.bfloat16).float())
 
 
+def _refused_resume(rank: int, world: int, directory: str) -> str:
+    with pytest.raises(dmuon_hf.ConfigurationError) as refused:
+        _resumable(rank, world, directory, 3, True)
+    return str(refused.value)
+
+
 def test_resume_from_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path) -> None:
     env = fsdp_env(2)
     run_ranks(_resumable, 2, str(tmp_path), 2, False, init=False, env=env)
@@ -60,8 +65,8 @@ def test_resume_from_a_checkpoint_without_optimizer_state_is_refused(tmp_path: P
     assert removed
     for path in removed:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for outcome in run_ranks(_resumable, 2, str(tmp_path), 3, True, init=False, env=env, expect_failure=True):
-        assert "optimizer" in error_of(outcome)
+    for message in run_ranks(_refused_resume, 2, str(tmp_path), init=False, env=env):
+        assert "checkpoint-2 holds no optimizer state" in message
 
 
 def _export(rank: int, world: int, directory: str, tied: bool) -> dict[str, torch.Tensor]:

@@ -101,7 +101,8 @@ def normalizer(G: Tensor, eps: float, dtype: torch.dtype | None = None) -> tuple
         return torch.div(part, scale, out=values) if part.dtype == wide else values.copy_(part).div_(scale)
 
     # Row by row: one reduction over a large matrix loses three digits in float32.
-    rows = torch.cat([torch.linalg.vector_norm(scaled(part), dim=-1, keepdim=True) for part in parts], dim=-2)
+    norms = [torch.linalg.vector_norm(scaled(part), dim=-1, keepdim=True) for part in parts]
+    rows = norms[0] if len(norms) == 1 else torch.cat(norms, dim=-2)
     norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).clamp_min(torch.finfo(wide).tiny) + eps
     for part, target in zip(parts, X.split(height, dim=-2), strict=True):
         # A single part is still in the buffer.
