@@ -38,6 +38,7 @@ class RankSpec:
     init: bool
     group_timeout: float
     timeout: float
+    linger: float
 
     def path(self, kind: str) -> Path:
         return Path(self.directory) / f"rank{self.rank}.{kind}"
@@ -84,11 +85,21 @@ def rank_main(spec: RankSpec) -> NoReturn:
     _write_atomically(spec.path("outcome"), body)
     sys.stdout.flush()
     sys.stderr.flush()
+    store.add("ended", 1)
+    if code == 1:
+        _linger(store, spec)
     if code == 0:
         # A rank that closed its sockets early would break the last collective of a slower one.
         store.add("finished", 1)
         store.wait(["release"], _LONG)
     os._exit(code)
+
+
+def _linger(store: dist.TCPStore, spec: RankSpec) -> None:
+    """Let a rank that raised stay until all others have ended too, at most `linger` seconds."""
+    deadline = time.monotonic() + spec.linger
+    while time.monotonic() < deadline and store.add("ended", 0) < spec.world:
+        time.sleep(0.02)
 
 
 def _store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:

@@ -46,6 +46,7 @@ def run_ranks(
     init: bool = True,
     grace: float = 10.0,
     group_timeout: float = 1800.0,
+    linger: float = 0.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(rank, world, *args, **kwargs)` on `world` fresh processes and return the results in rank order.
@@ -54,14 +55,24 @@ def run_ranks(
     default gloo group exists when `fn` starts. Without it the ranks see the environment of a launcher (`RANK`,
     `MASTER_ADDR`, ...), so `init_process_group()` or an `Accelerator` works; one rank without `init` is a plain process
     with none of that. `env` is one mapping for all ranks or one per rank. When a rank fails the others have `grace`
-    seconds to end by themselves.
+    seconds to end by themselves. With `linger` a rank that raised stays that long for the others, so that its end does
+    not break the connections of those that are about to raise the same.
 
     Raises `RanksFailedError` with the traceback of every rank that raised and the Python stacks of every rank that was
     still running after `timeout` seconds. With `expect_failure` it returns the `RankOutcome` list instead and raises if
     no rank failed.
     """
     outcomes = run_ranks_outcomes(
-        fn, world, *args, timeout=timeout, env=env, init=init, grace=grace, group_timeout=group_timeout, **kwargs
+        fn,
+        world,
+        *args,
+        timeout=timeout,
+        env=env,
+        init=init,
+        grace=grace,
+        group_timeout=group_timeout,
+        linger=linger,
+        **kwargs,
     )
     failed = [o for o in outcomes if o.status != "returned"]
     if expect_failure:
@@ -82,6 +93,7 @@ def run_ranks_outcomes(
     init: bool = True,
     grace: float | None = None,
     group_timeout: float = 1800.0,
+    linger: float = 0.0,
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like `run_ranks`, but returns what became of each rank and never raises for it.
@@ -104,6 +116,7 @@ def run_ranks_outcomes(
             init=init,
             group_timeout=group_timeout,
             timeout=timeout,
+            linger=linger,
         )
         for rank in range(world)
     ]

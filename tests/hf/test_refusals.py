@@ -47,7 +47,7 @@ _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     ],
 )
 def test_unsupported_launch_is_refused(world: int, make: str, env: dict[str, str], message: str) -> None:
-    outcomes = run_ranks(_prepare, world, make, init=False, env=env, expect_failure=True)
+    outcomes = run_ranks(_prepare, world, make, init=False, env=env, expect_failure=True, linger=10)
     for outcome in outcomes:
         assert re.search(message, error_of(outcome), re.DOTALL), error_of(outcome)
 
@@ -57,7 +57,7 @@ def _no_accelerator(rank: int, world: int) -> None:
 
 
 def test_optimizer_before_the_accelerator_is_refused_in_a_distributed_launch() -> None:
-    outcomes = run_ranks(_no_accelerator, 2, init=False, expect_failure=True)
+    outcomes = run_ranks(_no_accelerator, 2, init=False, expect_failure=True, linger=10)
     assert all("make the Accelerator first" in error_of(outcome) for outcome in outcomes)
 
 
@@ -66,7 +66,7 @@ def _ddp_trainer(rank: int, world: int, directory: str) -> None:
 
 
 def test_ddp_trainer_is_refused(tmp_path: Path) -> None:
-    outcomes = run_ranks(_ddp_trainer, 2, str(tmp_path), init=False, expect_failure=True)
+    outcomes = run_ranks(_ddp_trainer, 2, str(tmp_path), init=False, expect_failure=True, linger=10)
     assert all("DDP" in error_of(outcome) for outcome in outcomes)
 
 
@@ -77,7 +77,7 @@ def _plugin_with_adamw(rank: int, world: int) -> None:
 
 
 def test_plugin_with_another_optimizer_is_refused() -> None:
-    outcomes = run_ranks(_plugin_with_adamw, 2, init=False, expect_failure=True)
+    outcomes = run_ranks(_plugin_with_adamw, 2, init=False, expect_failure=True, linger=10)
     assert all("DMuonPlugin needs a DMuon optimizer" in error_of(outcome) for outcome in outcomes)
 
 
@@ -88,7 +88,7 @@ def _other_model(rank: int, world: int) -> None:
 
 
 def test_optimizer_of_another_model_is_refused() -> None:
-    outcomes = run_ranks(_other_model, 2, init=False, expect_failure=True)
+    outcomes = run_ranks(_other_model, 2, init=False, expect_failure=True, linger=10)
     assert all("another model" in error_of(outcome) for outcome in outcomes)
 
 
@@ -138,7 +138,7 @@ def _encoder_decoder(rank: int, world: int) -> None:
 
 
 def test_embedding_shared_by_encoder_and_decoder_is_refused_under_fsdp2() -> None:
-    outcomes = run_ranks(_encoder_decoder, 2, init=False, env=fsdp_env(2), expect_failure=True)
+    outcomes = run_ranks(_encoder_decoder, 2, init=False, env=fsdp_env(2), expect_failure=True, linger=10)
     for outcome in outcomes:
         assert re.search("encoder.embed_tokens.weight.*not built yet", error_of(outcome))
 
@@ -154,5 +154,5 @@ def _sharded_before(rank: int, world: int) -> None:
 
 
 def test_sharded_model_is_refused() -> None:
-    outcomes = run_ranks(_sharded_before, 2, init=False, expect_failure=True)
+    outcomes = run_ranks(_sharded_before, 2, init=False, expect_failure=True, linger=10)
     assert all("already distributed" in error_of(outcome) for outcome in outcomes)
