@@ -65,7 +65,10 @@ def test_version_is_the_same_everywhere(project):
 
 def test_constraints_pin_every_declared_dependency(project):
     pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
+        line.partition(";")[0].split("==")
+        for name in ("constraints.txt", "requirements-kernels.txt")
+        for line in (ROOT / name).read_text().splitlines()
+        if line and line[0] != "#"
     )
     pinned = {name.lower().replace("_", "-") for name in pins}
     declared = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]

@@ -264,6 +264,8 @@ def test_different_numbers_of_backward_passes_are_named(monkeypatch: pytest.Monk
 def test_step_prepares_agrees_once_and_publishes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     for asynchronous in (True, False):
         setup = build(monkeypatch, replicate_async=asynchronous)
+        assert setup.runtime.calls == ["agree"]  # that all ranks run Newton-Schulz alike
+        setup.runtime.calls.clear()
         backward(setup.model, 0)
         setup.optimizer.step()
         assert setup.runtime.calls == ["prepare", "agree", f"publish asynchronous={asynchronous}"]
@@ -274,6 +276,7 @@ def test_zero_grad_drops_dedicated_gradients_and_tells_the_runtime(
     monkeypatch: pytest.MonkeyPatch, set_to_none: bool
 ) -> None:
     setup = build(monkeypatch)
+    setup.runtime.calls.clear()
     backward(setup.model, 0)
     setup.optimizer.zero_grad(set_to_none=set_to_none)
     assert setup.runtime.calls == ["discard"]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
+from dmuon_hf.core.ns.agreement import require_same_on_all_ranks
 from dmuon_hf.core.optim.adamw import apply_adamw
 from dmuon_hf.core.optim.binding import check_held, check_rebindable, require_runtime
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
@@ -145,6 +146,8 @@ class Muon(Optimizer):
         self._model = model
         self._runtime = require_runtime(model)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
+        if isinstance(self._orthogonalize, NewtonSchulz):
+            require_same_on_all_ranks(self._orthogonalize, self._runtime.agree, device=self._runtime.topology.device)
         self._replicate_async = replicate_async
         self._forward_prefetch_depth = forward_prefetch_depth
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
