@@ -80,6 +80,7 @@ class Unit:
         self._pending: PendingReduction | None = None
         self._forward_calls = 0
         self._inputs_done = False
+        self._sent = False
         self._arrived: set[int] = set()
         self._in_forward = 0
 
@@ -195,7 +196,7 @@ class Unit:
 
     def grad_arrived(self, i: int) -> None:
         """Autograd has accumulated into unsharded parameter ``i``."""
-        if self._grads.state is GradState.REDUCING:
+        if self._sent:
             raise DMuonError(
                 f"{self.params[i].name} received a gradient after the gradients of unit {self.name!r} were sent to "
                 "their owners: the module's weights were used outside of its forward. Choose a hook boundary that "
@@ -233,6 +234,7 @@ class Unit:
         grads = self._accumulated
         self._accumulated = [None] * len(self.params)
         self._unsynchronised = 0
+        self._sent = True
         self._grads.to(GradState.REDUCING)
         self.context.monitor.issue(Channel.SHARD, f"reduction of unit {self.name}")
         self._pending = self.reduction.launch(grads)
@@ -288,6 +290,7 @@ class Unit:
         """Reset what one backward pass has counted and free the whole weights."""
         self._forward_calls = 0
         self._inputs_done = False
+        self._sent = False
         self._arrived.clear()
         self.reshard()
 
