@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peers import Together, make_muon, why_missing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,18 @@ from torch.distributed.fsdp import fully_shard
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.runtime import runtime_of
 
-__all__ = ["BATCH", "MODES", "Contender", "Mode", "NewtonSchulzProbe", "batch_of", "build", "choose_modes"]
+__all__ = [
+    "ALL_MODES",
+    "BATCH",
+    "MODES",
+    "PEERS",
+    "Contender",
+    "Mode",
+    "NewtonSchulzProbe",
+    "batch_of",
+    "build",
+    "choose_modes",
+]
 
 BATCH = (2, 32)
 """Sequences and tokens of one rank's batch."""
@@ -26,7 +38,7 @@ class Mode:
     """One way to train.
 
     Attributes:
-        optimizer: ``"adamw"`` is FSDP2 with foreach AdamW, ``"dmuon"`` this package.
+        optimizer: ``"adamw"`` is FSDP2 with foreach AdamW, ``"dmuon"`` this package; others are those of ``peers``.
         reshard: Whether whole weights are freed between forward and backward (Z3, FSDP2's default) or kept (Z2).
         hsdp: Two replicas instead of one.
         dtype: What Newton-Schulz iterates in.
@@ -49,28 +61,52 @@ MODES: dict[str, Mode] = {
     "dmuon-hsdp": Mode("dmuon", reshard=True, rival="adamw-hsdp", hsdp=True),
     "dmuon-z3-bf16": Mode("dmuon", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
     "dmuon-z2-bf16": Mode("dmuon", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
+    "dmuon-hsdp-bf16": Mode("dmuon", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
 }
 
+PEERS: dict[str, Mode] = {
+    "gathered-z3": Mode("gathered", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
+    "gathered-z2": Mode("gathered", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
+    "gathered-hsdp": Mode("gathered", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
+    "muon-fsdp2-z3": Mode("muon-fsdp2", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
+    "muon-fsdp2-z2": Mode("muon-fsdp2", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
+    "heavyball-z3": Mode("heavyball", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
+    "heavyball-z2": Mode("heavyball", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
+    "heavyball-hsdp": Mode("heavyball", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
+}
+"""Muon by others. muon-fsdp2 knows 1-D meshes only."""
+ALL_MODES = MODES | PEERS
 
-def choose_modes(asked: Sequence[str] | None, world: int) -> list[str]:
-    """The modes asked for, or all that ``world`` ranks and this CPU can run. Prints what it leaves out.
+
+def choose_modes(asked: Sequence[str] | None, world: int, *, peers: bool = False) -> list[str]:
+    """The modes asked for, or all that ``world`` ranks and this machine can run. Prints what it leaves out.
+
+    ``peers`` adds those of others to what can be chosen from.
 
     Raises:
-        SystemExit: A mode that was asked for needs another number of ranks.
+        SystemExit: A mode that was asked for needs another number of ranks, or a package that is missing.
     """
-    impossible = {name for name, mode in MODES.items() if mode.hsdp and (world < 4 or world % 2)}
+    known = ALL_MODES if peers else MODES
+    impossible = {name for name, mode in known.items() if mode.hsdp and (world < 4 or world % 2)}
+    optimizers = {known[name].optimizer for name in (known if asked is None else asked)}
+    missing = {optimizer: reason for optimizer in sorted(optimizers) if (reason := why_missing(optimizer)) is not None}
     if asked is not None:
         refused = sorted(impossible.intersection(asked))
         if refused:
             raise SystemExit(f"{', '.join(refused)} trains on 2 x n/2 ranks: pass an even --ranks of at least 4")
+        if missing:
+            raise SystemExit("\n".join(missing.values()))
         return list(dict.fromkeys(asked))
     slow: set[str] = set()
     if not _multiplies_bfloat16():
-        slow = {name for name, mode in MODES.items() if mode.dtype == torch.bfloat16}
+        slow = {name for name, mode in known.items() if mode.dtype == torch.bfloat16}
         print(f"left out, this CPU has no bfloat16 products: {', '.join(sorted(slow))}")
     if impossible:
         print(f"left out, for an even number of at least 4 ranks: {', '.join(sorted(impossible))}")
-    return [name for name in MODES if name not in impossible | slow]
+    for reason in missing.values():
+        print(f"left out: {reason}")
+    absent = {name for name, mode in known.items() if mode.optimizer in missing}
+    return [name for name in known if name not in impossible | slow | absent]
 
 
 def _multiplies_bfloat16() -> bool:
@@ -110,7 +146,7 @@ class Contender:
 
     name: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Together
     probe: NewtonSchulzProbe | None = None
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -134,7 +170,7 @@ def batch_of(rank: int, step: int) -> Tensor:
 
 def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
     """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz."""
-    mode = MODES[name]
+    mode = ALL_MODES[name]
     model = _make_model()
     if mode.hsdp:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -151,9 +187,19 @@ def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
     fully_shard(model, mesh=mesh, reshard_after_forward=mode.reshard)
     if mode.optimizer == "adamw":
         return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
+    if mode.optimizer != "dmuon":
+        return Contender(name, model, _make_peer(mode.optimizer, model))
     probe = NewtonSchulzProbe(dmuon.NewtonSchulz("auto", dtype=mode.dtype), clock)
     optimizer = dmuon.Muon(model, lr=1e-3, ns_backend=probe, first_step_progress_log=False)  # type: ignore[arg-type]
     return Contender(name, model, optimizer, probe)
+
+
+def _make_peer(peer: str, model: nn.Module) -> Together:
+    """A peer's Muon for the matrices and AdamW for the rest of a model that FSDP2 has sharded."""
+    matrices, rest = [], []
+    for name, param in model.named_parameters():
+        (matrices if _is_matrix(name, param) else rest).append(param)
+    return Together(make_muon(peer, matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, foreach=True))
 
 
 def _make_model() -> Any:

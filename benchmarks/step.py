@@ -1,6 +1,10 @@
-"""Time a training step against FSDP2 with AdamW.
+"""Time a training step against FSDP2 with AdamW and against other ways to run Muon under FSDP2.
 
-    python benchmarks/step.py --ranks 4
+    pip install --no-deps --target outputs/rivals muon-fsdp2==0.3.0 heavyball==3.2.1
+    python benchmarks/step.py --ranks 4 --rivals outputs/rivals
+
+Peers that are not installed are named and left out; they compile during the warm-up. The gathered variant needs no
+installation: every rank gathers every update and runs the Newton-Schulz of torch.optim.Muon on all of them.
 
 All contenders live in the same processes, one compute thread each, and take turns step by step, so they meet the same
 machine. The ranks share the cores of one machine and talk over gloo, so unlike on a cluster the owners' Newton-Schulz
@@ -14,9 +18,13 @@ How the figures are made (ms; medians over the rounds; ratios are formed within 
   NS         right after each step all ranks together repeat that step's batched Newton-Schulz calls on the same input:
              from the first rank's start to the last rank's end
   NS inside  time inside these calls during the step itself, mean / largest of the ranks
-  CPU        processor time of all threads of all ranks during the step, of which NS: depends little on other load
+  CPU        processor time of all threads of all ranks during the step, of which optimizer and NS: depends little on
+             other load
   ratios     of the total, without NS or without the largest NS inside, to the total of AdamW: under FSDP2's default
              (adamw-z3), or with the same sharding; of CPU without NS to the CPU of AdamW with the same sharding
+  peers      ours over a peer with the same sharding: total, optimizer, and the optimizer's CPU. The gathered variant
+             repeats on N ranks what ownership does once, so for it the goal of the optimizer is 1/N plus 10 %. Peers
+             iterate in bfloat16, as only our modes named bf16 do.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
-from contenders import MODES, Contender, batch_of, build, choose_modes
+from contenders import ALL_MODES, PEERS, Contender, batch_of, build, choose_modes
 from launch import run_ranks
 from report import machine, print_header, print_table, write_json
 
@@ -47,6 +55,7 @@ class Sample:
     backward_end: float
     end: float
     cpu: float
+    cpu_optimizer: float
     ns_inside: float
     ns_start: float
     ns_end: float
@@ -61,14 +70,19 @@ class Round:
     forward_backward: float
     optimizer: float
     cpu: float
+    cpu_optimizer: float
     ns: float
     ns_cpu: float
     ns_inside_mean: float
     ns_inside_max: float
 
 
-def measure(rank: int, world: int, modes: list[str], steps: int, warmup: int) -> list[dict[str, Sample]]:
-    """On each rank: one sample of every mode for each of ``steps`` rounds."""
+def measure(
+    rank: int, world: int, modes: list[str], steps: int, warmup: int, rivals: str | None
+) -> list[dict[str, Sample]]:
+    """On each rank: one sample of every mode for each of ``steps`` rounds. Packages may be imported from ``rivals``."""
+    if rivals is not None:
+        sys.path.append(rivals)
     contenders = [build(name, world, clock=time.perf_counter) for name in modes]
     rounds: list[dict[str, Sample]] = []
     for i in range(warmup + steps):
@@ -93,9 +107,9 @@ def _sample(contender: Contender, ids: Any) -> Sample:
     dist.barrier()
     cpu, start = time.process_time(), time.perf_counter()
     contender.loss(ids).backward()
-    backward_end = time.perf_counter()
+    backward_end, cpu_backward = time.perf_counter(), time.process_time()
     contender.update()
-    end, cpu = time.perf_counter(), time.process_time() - cpu
+    end, cpu_end = time.perf_counter(), time.process_time()
     ns_inside = 0.0 if probe is None else probe.seconds
     ns_start = ns_end = ns_cpu = 0.0
     dist.barrier()
@@ -106,7 +120,7 @@ def _sample(contender: Contender, ids: Any) -> Sample:
         probe.reset()
         dist.barrier()
     gc.enable()
-    return Sample(start, backward_end, end, cpu, ns_inside, ns_start, ns_end, ns_cpu)
+    return Sample(start, backward_end, end, cpu_end - cpu, cpu_end - cpu_backward, ns_inside, ns_start, ns_end, ns_cpu)
 
 
 def combine(ranks: list[Sample]) -> Round:
@@ -120,6 +134,7 @@ def combine(ranks: list[Sample]) -> Round:
         forward_backward=1e3 * backward,
         optimizer=1e3 * (total - backward),
         cpu=1e3 * sum(sample.cpu for sample in ranks),
+        cpu_optimizer=1e3 * sum(sample.cpu_optimizer for sample in ranks),
         ns=1e3 * (max(sample.ns_end for sample in ranks) - min(sample.ns_start for sample in ranks)),
         ns_cpu=1e3 * sum(sample.ns_cpu for sample in ranks),
         ns_inside_mean=statistics.fmean(inside),
@@ -132,16 +147,37 @@ def summarise(rounds: dict[str, list[Round]]) -> dict[str, dict[str, float]]:
     summary: dict[str, dict[str, float]] = {}
     for name, mine in rounds.items():
         figures = {key: statistics.median(asdict(r)[key] for r in mine) for key in asdict(mine[0])}
-        default, same = rounds.get(DEFAULT), rounds.get(MODES[name].rival)
+        default, same = rounds.get(DEFAULT), rounds.get(ALL_MODES[name].rival)
         if default is not None:
             figures["with_ns"] = _ratio(mine, default, _total, _total)
+        # A peer's Newton-Schulz is not measured apart, so its step without it is not known.
+        if default is not None and name not in PEERS:
             figures["without_ns"] = _ratio(mine, default, lambda r: r.total - r.ns, _total)
             figures["without_ns_inside"] = _ratio(mine, default, lambda r: r.total - r.ns_inside_max, _total)
-        if same is not None:
+        if same is not None and name not in PEERS:
             figures["without_ns_same"] = _ratio(mine, same, lambda r: r.total - r.ns, _total)
             figures["cpu_without_ns_same"] = _ratio(mine, same, lambda r: r.cpu - r.ns_cpu, lambda r: r.cpu)
         summary[name] = figures
     return summary
+
+
+def compare(rounds: dict[str, list[Round]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Per mode of ours and per peer with the same sharding: medians of the ratios of ours to the peer's."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, mine in rounds.items():
+        mode = ALL_MODES[name]
+        if mode.optimizer != "dmuon":
+            continue
+        peers = [p for p in rounds if p in PEERS and PEERS[p].rival == mode.rival]
+        found[name] = {
+            peer: {
+                "total": _ratio(mine, rounds[peer], _total, _total),
+                "optimizer": _ratio(mine, rounds[peer], lambda r: r.optimizer, lambda r: r.optimizer),
+                "cpu_optimizer": _ratio(mine, rounds[peer], lambda r: r.cpu_optimizer, lambda r: r.cpu_optimizer),
+            }
+            for peer in peers
+        }
+    return found
 
 
 def _total(measured: Round) -> float:
@@ -155,26 +191,37 @@ def _ratio(
 
 
 def _print(summary: dict[str, dict[str, float]], world: int) -> None:
-    times = [
-        [
-            name,
-            *(f"{s[key]:.0f}" for key in ("total", "forward_backward", "optimizer", "ns")),
-            f"{s['ns_inside_mean']:.0f} / {s['ns_inside_max']:.0f}",
-            f"{s['cpu']:.0f}",
-            f"{s['ns_cpu']:.0f}",
-        ]
-        for name, s in summary.items()
-    ]
-    columns = ["mode", "total", "fwd+bwd", "optimizer", "NS", "NS inside", "CPU", "of it NS"]
+    times = []
+    for name, s in summary.items():
+        ns = [f"{s['ns']:.0f}", f"{s['ns_inside_mean']:.0f} / {s['ns_inside_max']:.0f}", f"{s['ns_cpu']:.0f}"]
+        if name in PEERS:
+            ns = ["-"] * len(ns)
+        shown = [f"{s[key]:.0f}" for key in ("total", "forward_backward", "optimizer")]
+        cpu = [f"{s[key]:.0f}" for key in ("cpu", "cpu_optimizer")]
+        times.append([name, *shown, *ns[:2], *cpu, ns[2]])
+    columns = ["mode", "total", "fwd+bwd", "optimizer", "NS", "NS inside", "CPU", "of it optimizer", "of it NS"]
     print_table(f"A training step on {world} gloo ranks, ms", columns, times)
     keys = ("with_ns", "without_ns", "without_ns_inside", "without_ns_same", "cpu_without_ns_same")
     ratios = [
         [name, *(f"{s[key]:.2f}" if key in s else "-" for key in keys)]
         for name, s in summary.items()
-        if MODES[name].optimizer == "dmuon"
+        if ALL_MODES[name].optimizer == "dmuon"
     ]
     columns = ["mode", f"total / {DEFAULT}", "without NS", "without NS inside", "same sharding", "CPU, same sharding"]
     print_table(f"Ratios; goal: without NS at most {GOAL:.2f}", columns, ratios)
+
+
+def _print_peers(comparison: dict[str, dict[str, dict[str, float]]], world: int) -> None:
+    rows = []
+    for name, peers in comparison.items():
+        for peer, ratios in peers.items():
+            row = [f"{name} / {peer}", *(f"{ratios[key]:.2f}" for key in ("total", "optimizer", "cpu_optimizer"))]
+            gathered = ALL_MODES[peer].optimizer == "gathered"
+            shares = [f"{world * ratios[key]:.2f}" if gathered else "-" for key in ("optimizer", "cpu_optimizer")]
+            rows.append([*row, *shares])
+    if rows:
+        columns = ["ours / peer", "total", "optimizer", "CPU of it", f"{world} x optimizer", f"{world} x CPU of it"]
+        print_table(f"Peers; goals: total below 1, {world} x optimizer at most {GOAL:.2f} (bf16 modes)", columns, rows)
 
 
 def main() -> None:
@@ -182,18 +229,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="rounds that count (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="default: all that can run here")
+    parser.add_argument("--modes", nargs="+", choices=list(ALL_MODES), help="default: all that can run here")
+    parser.add_argument("--rivals", metavar="DIR", help="where pip installed the peers, if not here")
     parser.add_argument("--json", metavar="PATH", help="write everything, every round included")
     options = parser.parse_args()
+    if options.rivals is not None:
+        sys.path.append(options.rivals)
     where = machine()
     print_header(where)
-    modes = choose_modes(options.modes, options.ranks)
-    ranks = run_ranks(measure, options.ranks, modes, options.steps, options.warmup)
+    modes = choose_modes(options.modes, options.ranks, peers=True)
+    ranks = run_ranks(measure, options.ranks, modes, options.steps, options.warmup, options.rivals)
     rounds = {name: [combine([rank[i][name] for rank in ranks]) for i in range(options.steps)] for name in modes}
-    summary = summarise(rounds)
-    print((__doc__ or "").split("\n\n", 3)[3])
+    summary, comparison = summarise(rounds), compare(rounds)
+    print("".join((__doc__ or "").partition("How the figures")[1:]))
     _print(summary, options.ranks)
-    result = {"machine": where, "ranks": options.ranks, "summary": summary}
+    _print_peers(comparison, options.ranks)
+    result = {"machine": where, "ranks": options.ranks, "summary": summary, "peers": comparison}
     write_json(options.json, {**result, "rounds": {name: [asdict(r) for r in rounds[name]] for name in modes}})
 
 

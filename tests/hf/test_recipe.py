@@ -26,12 +26,15 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 CHECK_MODE = """
+import os
 import dmuon_hf
 from accelerate import Accelerator
 
 accelerator = Accelerator()
-print(f"rank {accelerator.process_index} fsdp2 {accelerator.is_fsdp2} {accelerator.distributed_type.value} "
-      f"{accelerator.device.type} {accelerator.torch_device_mesh.shape}", flush=True)
+line = (f"rank {accelerator.process_index} fsdp2 {accelerator.is_fsdp2} {accelerator.distributed_type.value} "
+        f"{accelerator.device.type} {accelerator.torch_device_mesh.shape}")
+# One write, so that the lines of two ranks cannot run into each other.
+os.write(1, (line + chr(10)).encode())
 accelerator.end_training()
 """
 

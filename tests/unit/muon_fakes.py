@@ -73,6 +73,10 @@ class FakeRuntime:
     def grad_flags(self) -> list[bool]:
         return [matrix.param.grad is not None for matrix in self.dedicated.values()]
 
+    def maximum(self, values: Tensor) -> Tensor:
+        self.calls.append("maximum")
+        return values.clone()
+
     def agree(self, values: Tensor) -> Tensor:
         self.calls.append("agree")
         return torch.maximum(values, self.others(values.clone()))

@@ -264,7 +264,7 @@ def test_different_numbers_of_backward_passes_are_named(monkeypatch: pytest.Monk
 def test_step_prepares_agrees_once_and_publishes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     for asynchronous in (True, False):
         setup = build(monkeypatch, replicate_async=asynchronous)
-        assert setup.runtime.calls == ["agree"]  # that all ranks run Newton-Schulz alike
+        assert setup.runtime.calls == ["maximum"]  # that all ranks run Newton-Schulz alike
         setup.runtime.calls.clear()
         backward(setup.model, 0)
         setup.optimizer.step()

@@ -147,7 +147,7 @@ class Muon(Optimizer):
         self._runtime = require_runtime(model)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
         if isinstance(self._orthogonalize, NewtonSchulz):
-            require_same_on_all_ranks(self._orthogonalize, self._runtime.agree, device=self._runtime.topology.device)
+            require_same_on_all_ranks(self._orthogonalize, self._runtime.maximum, device=self._runtime.topology.device)
         self._replicate_async = replicate_async
         self._forward_prefetch_depth = forward_prefetch_depth
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)

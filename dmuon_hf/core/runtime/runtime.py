@@ -159,12 +159,16 @@ class Runtime:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def agree(self, values: Tensor) -> Tensor:
-        """Elementwise maximum of a small vector over all data-parallel ranks. Collective."""
+        """:meth:`maximum` once per optimizer step, which also compares what the ranks have gathered. Collective."""
         monitor = self.context.monitor
         digests = monitor.digests().to(values)
         agreed = self._all_reduce(torch.cat([values, digests]), dist.ReduceOp.MAX, "optimizer agreement")
         monitor.compare(agreed[values.numel() :])
         return agreed[: values.numel()]
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of a small vector over all data-parallel ranks, outside of a step. Collective."""
+        return self._all_reduce(values, dist.ReduceOp.MAX, "agreement of the ranks")
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Elementwise sum of a small vector over all data-parallel ranks. Collective."""

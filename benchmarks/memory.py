@@ -1,0 +1,302 @@
+"""Count the memory of a rank from the live tensors, next to the formulas, and measure what saving adds.
+
+    python benchmarks/memory.py --ranks 4
+
+Bytes per rank, with P elements in Muon matrices and Q in other parameters, all in fp32, on R replicas of G ranks
+(N = R G), L units of equal size:
+
+  masters      4 P/N on average: whole matrices, each on its owner
+  momentum     4 P/N, beside the masters
+  others       4 Q/G, FSDP2's shards
+  AdamW state  8 Q/G, and a 4-byte step count per parameter
+  columns      4 P/G under HSDP: published weights of a rank's column, in the dtype that weights are gathered in
+  gradients    4 P/N + 4 Q/G when backward() has returned
+  packed       whole weights, most at once: z3 the unit in use and the one gathered ahead, 8 P/L; z2 all, 4 P
+  whole grads  autograd's gradients of whole weights, most at once: one unit, 4 P/L
+
+AdamW modes have P = 0. Not counted: activations, FSDP2's own buffers, reductions in flight, temporaries of `step()`.
+`packed` and `whole grads` are looked at after every operator of forward and backward.
+
+Saving: the model and its optimizer state (8 P + 12 Q bytes) as a distributed checkpoint that every rank writes its own
+part of, and as one file with whole tensors written by rank 0. The rise is the peak of the resident set during the call,
+reset right before it, over what was resident then. Linux with glibc only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import MODES, Contender, Mode, batch_of, build, choose_modes
+from launch import run_ranks
+from report import machine, print_header, print_table, write_json
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dmuon_hf.core as dmuon
+from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.core.runtime.placement import OwnerBroadcast
+from dmuon_hf.core.runtime.states import WeightState
+from dmuon_hf.core.runtime.unit import Unit
+
+RESTING = ("masters", "momentum", "others", "AdamW state", "columns")
+PASSING = ("gradients", "packed", "whole grads")
+SAVES = ("distributed", "one file")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Elements and parameters of the model: matrices for Muon, and others."""
+
+    matrices: int
+    others: int
+    matrix_params: int
+    other_params: int
+    units: int
+
+
+class _Sampler(TorchDispatchMode):
+    """Notes the most whole weights and whole gradients that the units hold after any operator."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        super().__init__()
+        self._units = units
+        self.packed = 0
+        self.whole_grads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packed = sum(unit.gather_bytes for unit in self._units if unit.weight_state is not WeightState.SHARDED)
+        grads = [param.grad for unit in self._units for param in unit.unsharded if param.grad is not None]
+        self.packed = max(self.packed, packed)
+        self.whole_grads = max(self.whole_grads, sum(grad.nbytes for grad in grads))
+        return result
+
+
+def count(rank: int, world: int, modes: list[str]) -> dict[str, dict[str, int]]:
+    """On each rank: bytes by kind for every mode, after a step and during the next one."""
+    result = {}
+    for name in modes:
+        contender = build(name, world, clock=time.perf_counter)
+        contender.loss(batch_of(rank, 0)).backward()
+        contender.update()
+        runtime = runtime_of(contender.model)
+        sampler = _Sampler([] if runtime is None else runtime.units)
+        with sampler:
+            contender.loss(batch_of(rank, 1)).backward()
+        params = list(contender.model.parameters())
+        gradients = _bytes(*(param.grad for param in params if param.grad is not None))
+        contender.update()
+        result[name] = {
+            **_resting(contender),
+            "gradients": gradients,
+            "packed": sampler.packed,
+            "whole grads": sampler.whole_grads,
+        }
+    return result
+
+
+def _resting(contender: Contender) -> dict[str, int]:
+    """What a rank keeps between steps."""
+    runtime = runtime_of(contender.model)
+    dedicated = [] if runtime is None else [param.param for param in runtime.dedicated.values()]
+    owned = {id(param) for param in dedicated}
+    others = [param for param in contender.model.parameters() if id(param) not in owned]
+    columns = (
+        unit.placement._column
+        for unit in ([] if runtime is None else runtime.units)
+        if isinstance(unit.placement, OwnerBroadcast)
+    )
+    return {
+        "masters": _bytes(*dedicated),
+        "momentum": _bytes(*_state(contender.optimizer, dedicated)),
+        "others": _bytes(*others),
+        "AdamW state": _bytes(*_state(contender.optimizer, others)),
+        "columns": sum(column.buffer.nbytes for column in columns if column is not None),
+    }
+
+
+def _state(optimizer: Any, params: list[nn.Parameter]) -> Iterator[Tensor]:
+    for param in params:
+        yield from (value for value in optimizer.state[param].values() if isinstance(value, Tensor))
+
+
+def _bytes(*tensors: Tensor) -> int:
+    """Bytes that this rank holds of some tensors."""
+    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(int(tensor.nbytes) for tensor in local)
+
+
+def formulas(mode: Mode, world: int, sizes: Sizes) -> dict[str, float]:
+    """Mean bytes per rank by kind, see the module; for equal units, and shards without padding."""
+    replicas = 2 if mode.hsdp else 1
+    shard = world // replicas
+    muon = mode.optimizer == "dmuon"
+    matrices = sizes.matrices if muon else 0
+    others = sizes.others if muon else sizes.others + sizes.matrices
+    params = sizes.other_params if muon else sizes.other_params + sizes.matrix_params
+    return {
+        "masters": 4 * matrices / world,
+        "momentum": 4 * matrices / world,
+        "others": 4 * others / shard,
+        "AdamW state": 8 * others / shard + 4 * params,
+        "columns": 4 * matrices / shard if mode.hsdp else 0.0,
+        "gradients": 4 * matrices / world + 4 * others / shard,
+        "packed": 8 * matrices / sizes.units if mode.reshard else 4.0 * matrices,
+        "whole grads": 4 * matrices / sizes.units,
+    }
+
+
+def _sizes(rank: int, world: int) -> Sizes:
+    contender = build("dmuon-z3", world, clock=time.perf_counter)
+    runtime = runtime_of(contender.model)
+    assert runtime is not None
+    params = list(contender.model.parameters())
+    matrices = sum(param.numel for param in runtime.dedicated.values())
+    return Sizes(
+        matrices=matrices,
+        others=sum(param.numel() for param in params) - matrices,
+        matrix_params=len(runtime.dedicated),
+        other_params=len(params) - len(runtime.dedicated),
+        units=len(runtime.units),
+    )
+
+
+class _Stack(nn.Module):
+    """Square layers large enough for saving them to show in the resident set."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        result: Tensor = self.head(values)
+        return result
+
+
+def save(rank: int, world: int, how: str, width: int, depth: int, directory: str) -> dict[str, int]:
+    """On each rank: bytes that saving adds to the resident set, and what this rank keeps of the state."""
+    model = _Stack(width, depth)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    dmuon.dedicate_params(model, mesh, lambda name, _: name.startswith("layers"))
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, lr=1e-3, first_step_progress_log=False)
+    model(torch.randn(2, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    # What a first save imports and starts is not part of its peak.
+    state_dict_saver.save({"nothing": torch.zeros(1)}, checkpoint_id=f"{directory}/warm_up")
+    gc.collect()
+    # Freed memory that the C library keeps would be used again, and hide the rise.
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    if how == "distributed":
+        weights, state = get_state_dict(model, optimizer)
+        state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=f"{directory}/checkpoint")
+    else:
+        whole = {
+            "model": dmuon.get_model_state_dict(model),
+            "optimizer": dmuon.get_optimizer_state_dict(model, optimizer),
+        }
+        if rank == 0:
+            torch.save(whole, f"{directory}/whole.pt")
+    rise = _resident("VmHWM") - before
+    params = list(model.parameters())
+    return {"rise": rise, "kept": _bytes(*params, *_state(optimizer, params))}
+
+
+def _resident(field: str) -> int:
+    """A field of this process's memory status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _show_counts(ranks: list[dict[str, dict[str, int]]], expected: dict[str, dict[str, float]]) -> None:
+    world = len(ranks)
+    for title, kinds in (("between steps", RESTING), ("during a step", PASSING)):
+        rows = []
+        for name, figures in expected.items():
+            mean = {kind: statistics.fmean(rank[name][kind] for rank in ranks) for kind in kinds}
+            most = {kind: max(rank[name][kind] for rank in ranks) for kind in kinds}
+            for label, values in ((name, mean), ("  formula", figures), ("  most loaded rank", most)):
+                total = [_mib(sum(values[kind] for kind in kinds))] if kinds is RESTING else []
+                if label == "  most loaded rank" and total:
+                    total = [_mib(max(sum(rank[name][kind] for kind in kinds) for rank in ranks))]
+                rows.append([label, *(_mib(values[kind]) for kind in kinds), *total])
+        columns = ["mean of the ranks", *kinds, *(["in all"] if kinds is RESTING else [])]
+        print_table(f"MiB of one of {world} ranks {title}", columns, rows)
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.3f}" if value else "-"
+
+
+def _measure_saves(world: int, width: int, depth: int) -> dict[str, list[dict[str, int]]]:
+    saves = {}
+    for how in SAVES:
+        with tempfile.TemporaryDirectory(prefix="dmuon_save_") as directory:
+            saves[how] = run_ranks(save, world, how, width, depth, directory)
+    return saves
+
+
+def _show_saves(saves: dict[str, list[dict[str, int]]]) -> None:
+    rows = []
+    for how, ranks in saves.items():
+        rises = [rank["rise"] for rank in ranks]
+        kept = [rank["kept"] for rank in ranks]
+        row = [how, _mib(rises[0]), _mib(max(rises[1:], default=0)), _mib(kept[0]), _mib(sum(kept))]
+        rows.append(row)
+    columns = ["checkpoint", "rise on rank 0", "most on another", "kept by rank 0", "kept by all"]
+    print_table("Saving: MiB that the resident set rises above what is kept anyway", columns, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="default: all that can run here")
+    parser.add_argument("--width", type=int, default=1024, help="of the model that is saved (default: %(default)s)")
+    parser.add_argument("--depth", type=int, default=16, help="of the model that is saved (default: %(default)s)")
+    parser.add_argument("--no-saving", action="store_true", help="count only")
+    parser.add_argument("--json", metavar="PATH", help="write the result here")
+    options = parser.parse_args()
+    if not options.no_saving and not Path("/proc/self/clear_refs").exists():
+        parser.error("the peak of saving is read from Linux's /proc: pass --no-saving elsewhere")
+    where = machine()
+    print_header(where)
+    modes = [name for name in choose_modes(options.modes, options.ranks) if options.modes or "bf16" not in name]
+    sizes = run_ranks(_sizes, options.ranks)[0]
+    ranks = run_ranks(count, options.ranks, modes)
+    expected = {name: formulas(MODES[name], options.ranks, sizes) for name in modes}
+    _show_counts(ranks, expected)
+    saves = {} if options.no_saving else _measure_saves(options.ranks, options.width, options.depth)
+    if saves:
+        _show_saves(saves)
+    counted = {name: [rank[name] for rank in ranks] for name in modes}
+    result = {"machine": where, "ranks": options.ranks, "counted": counted, "formulas": expected, "saving": saves}
+    write_json(options.json, result)
+
+
+if __name__ == "__main__":
+    main()
