@@ -57,6 +57,7 @@ from dmuon_hf.core.runtime.unit import Unit
 RESTING = ("masters", "momentum", "others", "AdamW state", "columns")
 PASSING = ("gradients", "packed", "whole grads")
 SAVES = ("distributed", "one file")
+_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,8 @@ class _Stack(nn.Module):
 
 def save(rank: int, world: int, how: str, width: int, depth: int, directory: str) -> dict[str, int]:
     """On each rank: bytes that saving adds to the resident set, and what this rank keeps of the state."""
+    # The C library gives every large block back at once: kept ones would hide a rise, or look like one.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     model = _Stack(width, depth)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     dmuon.dedicate_params(model, mesh, lambda name, _: name.startswith("layers"))
@@ -205,8 +208,6 @@ def save(rank: int, world: int, how: str, width: int, depth: int, directory: str
     # What a first save imports and starts is not part of its peak.
     state_dict_saver.save({"nothing": torch.zeros(1)}, checkpoint_id=f"{directory}/warm_up")
     gc.collect()
-    # Freed memory that the C library keeps would be used again, and hide the rise.
-    ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")

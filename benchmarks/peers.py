@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -98,6 +99,7 @@ def make_muon(peer: str, matrices: Sequence[nn.Parameter], *, lr: float) -> torc
         return GatheredMuon(matrices, lr=lr)
     # Compiled in this process: a pool of compilers would stay beside the measurement.
     torch._inductor.config.compile_threads = 1
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")
     module: Any = importlib.import_module(PYPI[peer])
     optimizer: torch.optim.Optimizer
     if peer == "muon-fsdp2":

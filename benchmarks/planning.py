@@ -169,6 +169,8 @@ def main() -> None:
     options = parser.parse_args()
     where = machine()
     print_header(where)
+    # Imports, caches and threads of a first set-up.
+    set_up(MODELS["benchmark"], 2, rank=0, device="cpu")
     rows: list[list[str]] = []
     plans: dict[str, Any] = {}
     for name in ("llama-3-8b", "llama-3-70b"):

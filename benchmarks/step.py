@@ -194,7 +194,7 @@ def _print(summary: dict[str, dict[str, float]], world: int) -> None:
     times = []
     for name, s in summary.items():
         ns = [f"{s['ns']:.0f}", f"{s['ns_inside_mean']:.0f} / {s['ns_inside_max']:.0f}", f"{s['ns_cpu']:.0f}"]
-        if name in PEERS:
+        if ALL_MODES[name].optimizer != "dmuon":
             ns = ["-"] * len(ns)
         shown = [f"{s[key]:.0f}" for key in ("total", "forward_backward", "optimizer")]
         cpu = [f"{s[key]:.0f}" for key in ("cpu", "cpu_optimizer")]
