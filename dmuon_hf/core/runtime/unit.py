@@ -66,7 +66,7 @@ class Unit:
 
         self._weights = weight_machine(name)
         self._grads = grad_machine(name)
-        self._buffer = torch.zeros(layout.numel, dtype=compute_dtype, device=topology.device)
+        self._buffer = torch.empty(layout.numel, dtype=compute_dtype, device=topology.device)
         self._storage_bytes = self._buffer.untyped_storage().nbytes()
         self._unsharded = [self._unsharded_parameter(i) for i in range(len(self.params))]
         self._buffer.untyped_storage().resize_(0)
