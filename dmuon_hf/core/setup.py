@@ -61,9 +61,8 @@ def dedicate_params(
     """Give each selected matrix one owner rank, and register the hooks that bring it to the others.
 
     Call it once, before ``fully_shard``, on every rank of the meshes, in the same order: it is a collective that
-        compares
-    the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and every call
-    of this package works the same.
+    compares the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and
+    every call of this package works the same.
 
     Args:
         model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global

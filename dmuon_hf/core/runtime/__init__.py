@@ -12,7 +12,7 @@ from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_patch import install_patch, uninstall_patch
 from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor
-from dmuon_hf.core.runtime.runtime import Runtime, detach, hidden, require_runtime, runtime_of
+from dmuon_hf.core.runtime.runtime import Runtime, hidden, require_runtime, runtime_of
 
 __all__ = [
     "Content",
@@ -20,7 +20,6 @@ __all__ = [
     "DedicatedParam",
     "OwnedTensor",
     "Runtime",
-    "detach",
     "hidden",
     "install_patch",
     "require_runtime",

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
-__all__ = ["install_patch", "is_patched", "uninstall_patch"]
+__all__ = ["install_patch", "uninstall_patch"]
 
 SYNC_LISTENER = "_dmuon_set_requires_sync"
 
@@ -63,7 +63,3 @@ def uninstall_patch() -> None:
         return
     _fsdp_init._get_managed_states = _originals.pop("managed")
     FSDPModule.set_requires_gradient_sync = _originals.pop("set_sync")  # type: ignore[method-assign]
-
-
-def is_patched() -> bool:
-    return bool(_originals)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.states import GradState
@@ -123,20 +122,17 @@ class _UnitHooks:
         return hook
 
 
-def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetcher) -> list[RemovableHandle]:
+def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetcher) -> None:
     """Attach a unit to its boundary module and to autograd."""
     hooks = _UnitHooks(unit, backward, prefetcher)
-    handles = [
-        unit.module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
-        # Also after an exception: early-stopping recomputation leaves a forward by raising.
-        unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
-    ]
+    unit.module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True)
+    # Also after an exception: early-stopping recomputation leaves a forward by raising.
+    unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
     for i, parameter in enumerate(unit.unsharded):
-        handles.append(parameter.register_post_accumulate_grad_hook(hooks.on_grad(i)))
-    return handles
+        parameter.register_post_accumulate_grad_hook(hooks.on_grad(i))
 
 
-def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Prefetcher) -> list[RemovableHandle]:
+def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Prefetcher) -> None:
     """Begin every backward pass in the outermost graph task, and gather the first unit ahead.
 
     Reentrant checkpointing runs backward passes inside the backward pass; a pass that began in an inner one would end
@@ -153,4 +149,5 @@ def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Pre
             for tensor in _differentiable_tensors(output):
                 tensor.register_hook(lambda grad: backward.begin())
 
-    return [root.register_forward_pre_hook(pre_forward), root.register_forward_hook(post_forward)]
+    root.register_forward_pre_hook(pre_forward)
+    root.register_forward_hook(post_forward)

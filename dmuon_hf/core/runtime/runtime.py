@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
 from dmuon_hf.core.mesh import Topology
@@ -24,7 +23,7 @@ from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher
 from dmuon_hf.core.runtime.unit import Unit
 
-__all__ = ["Runtime", "attach", "detach", "hidden", "require_runtime", "runtime_of"]
+__all__ = ["Runtime", "attach", "hidden", "require_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_dmuon_runtime"
 
@@ -53,7 +52,6 @@ class Runtime:
         self.context = context
         self.backward = BackwardPass(self.units, delay_second_stage=delay_second_stage)
         self.prefetcher = Prefetcher(self.units)
-        self._handles: list[RemovableHandle] = []
         self._root: nn.Module | None = None
         self._fsdp_modules: list[FSDPModule] | None = None
 
@@ -77,23 +75,16 @@ class Runtime:
     def register_hooks(self, root: nn.Module) -> None:
         self._root = root
         for unit in self.units:
-            self._handles += register_unit_hooks(unit, self.backward, self.prefetcher)
+            register_unit_hooks(unit, self.backward, self.prefetcher)
             unit.module.__dict__[SYNC_LISTENER] = self._listener(unit)
         if self.units:
-            self._handles += register_root_hooks(root, self.backward, self.prefetcher)
+            register_root_hooks(root, self.backward, self.prefetcher)
 
     def _listener(self, unit: Unit) -> object:
         def set_requires_sync(requires_sync: bool) -> None:
             unit.requires_sync = requires_sync
 
         return set_requires_sync
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for unit in self.units:
-            unit.module.__dict__.pop(SYNC_LISTENER, None)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -203,11 +194,6 @@ class Runtime:
         for unit in self.units:
             unit.placement.finish_publish()
 
-    def free_gathered(self) -> None:
-        """Free whole weights that were gathered ahead or kept, outside of a backward pass."""
-        for unit in self.units:
-            unit.reshard()
-
 
 def attach(model: nn.Module, runtime: Runtime) -> None:
     """Make ``runtime`` the runtime of ``model``."""
@@ -234,16 +220,6 @@ def require_runtime(model: nn.Module) -> Runtime:
     if runtime is None:
         raise ConfigurationError("this model has no dedicated parameters: call dedicate_params(model, ...) first")
     return runtime
-
-
-def detach(model: nn.Module) -> None:
-    """Forget the runtime of a model that was dedicated in a single process, so that it can be dedicated on a mesh."""
-    for module in model.modules():
-        runtime = module.__dict__.get(_ATTRIBUTE)
-        if isinstance(runtime, Runtime):
-            if runtime.topology.is_distributed:
-                raise NotImplementedError("a model that is dedicated on a mesh cannot be taken back; build it again")
-            del module.__dict__[_ATTRIBUTE]
 
 
 @contextmanager

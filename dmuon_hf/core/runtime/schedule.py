@@ -3,8 +3,7 @@
 [Note: one order on every rank]
 Gradients leave in reverse plan order, one reduction per unit and pass, whatever order autograd visits the modules in
 and whether or not a module ran on this rank: a unit that is ready early waits for its turn, and the end of the pass
-    sends the
-rest, with zeros for what is missing. So the sequence of collectives follows from the plan alone.
+sends the rest, with zeros for what is missing. So the sequence of collectives follows from the plan alone.
 """
 
 from __future__ import annotations
