@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,8 +29,8 @@ def spec_of(name: str, param: nn.Parameter) -> dmuon.MatrixSpec | None:
     return FUSED if "up_proj" in name else None
 
 
-def shard(model: nn.Module, mode: str) -> nn.Module:
-    """Dedicate and shard `model` on all ranks: 1-D, or 2 x 2 for `hsdp`."""
+def dedicate(model: nn.Module, mode: str) -> DeviceMesh:
+    """Dedicate `model` on all ranks: 1-D, or 2 x 2 for `hsdp`. Returns the mesh to shard the rest on."""
     assert dist.get_world_size() == MODES[mode]
     install_state_dict_shim()
     if mode == "hsdp":
@@ -41,9 +41,17 @@ def shard(model: nn.Module, mode: str) -> nn.Module:
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         dmuon.dedicate_params(model, mesh, predicate=is_muon, matrix_spec_fn=spec_of)
+    return mesh
+
+
+def shard_rest(model: nn.Module, mesh: DeviceMesh) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def shard(model: nn.Module, mode: str) -> nn.Module:
+    shard_rest(model, dedicate(model, mode))
     return model
 
 

@@ -20,20 +20,20 @@ from torch.distributed.checkpoint.state_dict import (
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.runtime import detach
 from tests.distributed.optim_setup import (
     MODES,
     assert_close,
+    dedicate,
     is_muon,
     reference_weights,
-    shard,
+    shard_rest,
     sharded_mlp,
     spec_of,
     train,
     whole,
     whole_weights,
 )
-from tests.harness import init_gloo, run_ranks
+from tests.harness import run_ranks
 from tests.harness.models import dense_batch, tiny_mlp
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.1, "adamw_lr": 0.01}
@@ -191,7 +191,7 @@ def test_whole_state_for_a_distributed_parameter_is_refused() -> None:
 
 def _rebind(rank: int, world: int, mode: str) -> None:
     model = tiny_mlp()
-    dmuon.dedicate_params(model, None, predicate=is_muon, matrix_spec_fn=spec_of)
+    mesh = dedicate(model, mode)
     groups = [
         {"params": [p for n, p in model.named_parameters() if "layers.0." in n], "group_name": "first", "lr": 0.03},
         {
@@ -201,10 +201,8 @@ def _rebind(rank: int, world: int, mode: str) -> None:
             "adamw_lr": 0.03,
         },
     ]
-    optimizer = dmuon.Muon(model, weight_decay=0.1, param_groups=groups)
-    detach(model)
-    init_gloo()
-    shard(model, mode)
+    optimizer = dmuon.Muon(model, weight_decay=0.1, param_groups=groups, defer_state=True)
+    shard_rest(model, mesh)
     with pytest.raises(ConfigurationError, match="no longer in the model"):
         optimizer.step()
     optimizer.rebind(model)
@@ -215,4 +213,4 @@ def _rebind(rank: int, world: int, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["fsdp", "hsdp"])
 def test_optimizer_built_before_sharding_follows_by_name(mode: str) -> None:
-    run_ranks(_rebind, MODES[mode], mode, init=False)
+    run_ranks(_rebind, MODES[mode], mode)

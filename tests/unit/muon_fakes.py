@@ -95,9 +95,9 @@ class FakeRuntime:
         self.prefetch_depth = depth
 
 
-def use(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime | None) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
     """Make `runtime` the runtime of every model."""
-    monkeypatch.setattr(binding, "runtime_of", lambda model: runtime)
+    monkeypatch.setattr(binding, "require_runtime", lambda model: runtime)
 
 
 @dataclass

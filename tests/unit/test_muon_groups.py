@@ -259,8 +259,7 @@ def test_argument_of_a_mode_that_is_not_built_is_refused_by_name(
         build(monkeypatch, **{argument: value})
 
 
-def test_model_without_runtime_is_told_to_dedicate(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, None)
+def test_model_without_runtime_is_told_to_dedicate() -> None:
     with pytest.raises(ConfigurationError, match="call dedicate_params"):
         Muon(Net())
 

@@ -10,18 +10,14 @@ from torch import nn
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.groups import trainable_parameters
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
-from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.core.runtime import require_runtime
 
-__all__ = ["check_held", "check_rebindable", "require_runtime"]
+__all__ = ["check_held", "check_rebindable", "runtime_with_matrices"]
 
 
-def require_runtime(model: nn.Module) -> OptimizerRuntime:
+def runtime_with_matrices(model: nn.Module) -> OptimizerRuntime:
     """The runtime of a model with at least one dedicated matrix, or a ``ConfigurationError`` that says what to call."""
-    runtime: OptimizerRuntime | None = runtime_of(model)
-    if runtime is None:
-        raise ConfigurationError(
-            "the model has no dedicated parameters: call dedicate_params(model, mesh, predicate=...) before Muon(model)"
-        )
+    runtime: OptimizerRuntime = require_runtime(model)
     if not runtime.dedicated:
         raise ConfigurationError(
             "dedicate_params() selected no matrix, so Muon would update none: widen its predicate, or use AdamW"

@@ -14,7 +14,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.ns.agreement import require_same_on_all_ranks
 from dmuon_hf.core.optim.adamw import apply_adamw
-from dmuon_hf.core.optim.binding import check_held, check_rebindable, require_runtime
+from dmuon_hf.core.optim.binding import check_held, check_rebindable, runtime_with_matrices
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, scalar, trainable_parameters
@@ -144,7 +144,7 @@ class Muon(Optimizer):
             adamw={"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay},
         )
         self._model = model
-        self._runtime = require_runtime(model)
+        self._runtime = runtime_with_matrices(model)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
         if isinstance(self._orthogonalize, NewtonSchulz):
             require_same_on_all_ranks(self._orthogonalize, self._runtime.maximum, device=self._runtime.topology.device)
@@ -204,7 +204,7 @@ class Muon(Optimizer):
             ConfigurationError: A parameter of a group is gone or changed its route, or a trainable one is in no group;
                 the names are listed and nothing is changed.
         """
-        runtime = require_runtime(model)
+        runtime = runtime_with_matrices(model)
         by_name = trainable_parameters(model)
         check_rebindable(self.param_groups, self._names, by_name, runtime.dedicated)
         self._model, self._runtime = model, runtime

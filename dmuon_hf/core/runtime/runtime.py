@@ -218,7 +218,9 @@ def require_runtime(model: nn.Module) -> Runtime:
     """The runtime of a model, or an error that says what to call."""
     runtime = runtime_of(model)
     if runtime is None:
-        raise ConfigurationError("this model has no dedicated parameters: call dedicate_params(model, ...) first")
+        raise ConfigurationError(
+            "this model has no dedicated parameters: call dedicate_params(model, mesh, predicate=...) first"
+        )
     return runtime
 
 
