@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz, get_backend_status, get_ns_backend, gram_newton_schulz, newton_schulz
@@ -107,8 +108,8 @@ def test_blocked_symmetric_product_equals_the_whole_one(monkeypatch, rows, dtype
 
 def test_blocks_are_as_many_as_their_overhead_allows(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    assert [row_blocks(rows, rows, torch.float32, CPU) for rows in (1, 100, 256, 512, 5000)] == [1, 1, 4, 8, 8]
-    assert [row_blocks(rows, rows, torch.bfloat16, CPU) for rows in (256, 512, 1024, 5000)] == [1, 2, 5, 8]
+    assert [row_blocks(rows, rows, torch.float32, CPU) for rows in (1, 100, 256, 512, 5000)] == [1, 1, 4, 11, 16]
+    assert [row_blocks(rows, rows, torch.bfloat16, CPU) for rows in (256, 512, 1024, 5000)] == [1, 2, 5, 16]
 
 
 def test_deeper_products_have_more_blocks_of_enough_rows(monkeypatch):
@@ -116,12 +117,19 @@ def test_deeper_products_have_more_blocks_of_enough_rows(monkeypatch):
     assert [row_blocks(512, depth, torch.bfloat16, CPU) for depth in (64, 512, 2048, 8192)] == [1, 2, 4, 4]
 
 
+@pytest.mark.parametrize(("blocks", "columns_by_rows"), [(1, 130 * 130), (2, 64 * 130 + 66 * 66), (100, 9508)])
+def test_blocks_that_are_given_are_those_computed(blocks, columns_by_rows):
+    with FlopCounterMode(display=False) as counter:
+        LibraryKernel(blocks=blocks).gram(gaussian(130, 40))
+    assert counter.get_total_flops() == 2 * 40 * columns_by_rows
+
+
 def test_more_threads_make_fewer_blocks(monkeypatch):
     blocks = []
     for threads in (1, 2, 4, 16):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
         blocks.append(row_blocks(640, 640, torch.float32, CPU))
-    assert blocks == [8, 8, 4, 1]
+    assert blocks == [15, 8, 4, 1]
 
 
 def test_blocks_are_only_used_where_they_were_measured():
@@ -134,4 +142,5 @@ def test_symmetric_share_is_what_the_blocks_compute(monkeypatch):
     kernel = LibraryKernel()
     assert kernel.symmetric_share(100, 100, torch.float32, CPU) == 1.0
     assert kernel.symmetric_share(256, 256, torch.float32, CPU) == 10 / 16
-    assert kernel.symmetric_share(4096, 4096, torch.float32, CPU) == 36 / 64
+    assert kernel.symmetric_share(4096, 4096, torch.float32, CPU) == 17 / 32
+    assert LibraryKernel(blocks=8).symmetric_share(4096, 4096, torch.float32, CPU) == 36 / 64

@@ -12,7 +12,8 @@ from torch import Tensor
 __all__ = ["LibraryKernel", "row_blocks"]
 
 
-_MOST_BLOCKS = 8
+_MOST_BLOCKS = 16
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,14 @@ def row_blocks(rows: int, depth: int, dtype: torch.dtype, device: torch.device) 
 class LibraryKernel:
     """``kernel="cublas"``.
 
-    On a CPU a symmetric product is computed block row by block row up to the diagonal block, and the rest mirrored: k
-    blocks do (k + 1) / 2k of the multiplications. On a GPU it is one whole product.
+    On a CPU a symmetric product is computed block column by block column from the diagonal block down, and the rest
+    mirrored: k blocks do (k + 1) / 2k of the multiplications. On a GPU it is one whole product.
+
+    Attributes:
+        blocks: How many blocks on a CPU; ``None`` chooses by ``row_blocks``.
     """
+
+    blocks: int | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +79,7 @@ class LibraryKernel:
         beta: float = 1.0,
         diag: float = 0.0,
     ) -> Tensor:
-        blocks = row_blocks(A.shape[0], A.shape[1], A.dtype, A.device) if A.ndim == 2 else 1
+        blocks = self._count(*A.shape, A.dtype, A.device) if A.ndim == 2 else 1
         if blocks > 1:
             product = _blocked(A, B, C, alpha=alpha, beta=beta, blocks=blocks)
         elif C is None:
@@ -87,11 +93,16 @@ class LibraryKernel:
         return product
 
     def one_by_one(self, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-        return row_blocks(rows, rows, dtype, device) > 1
+        return self._count(rows, rows, dtype, device) > 1
 
     def symmetric_share(self, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> float:
-        bounds = _bounds(rows, row_blocks(rows, depth, dtype, device))
-        return sum((stop - start) * stop for start, stop in pairwise(bounds)) / max(1, rows * rows)
+        bounds = _bounds(rows, self._count(rows, depth, dtype, device))
+        return sum((stop - start) * (rows - start) for start, stop in pairwise(bounds)) / max(1, rows * rows)
+
+    def _count(self, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> int:
+        if self.blocks is None or device.type != "cpu":
+            return row_blocks(rows, depth, dtype, device)
+        return max(1, min(self.blocks, rows // _LEAST_ROWS))
 
 
 def _bounds(rows: int, blocks: int) -> list[int]:
@@ -100,17 +111,18 @@ def _bounds(rows: int, blocks: int) -> list[int]:
 
 
 def _blocked(A: Tensor, B: Tensor, C: Tensor | None, *, alpha: float, beta: float, blocks: int) -> Tensor:
+    """Block columns from the diagonal down, each mirrored: so every column of ``B`` is packed for one product only."""
     m = A.shape[0]
     # Rows lie apart by more than their length: at a power of two the mirrored reads would all fall into one cache set.
     out = torch.empty(m, m + 16, dtype=A.dtype, device=A.device)[:, :m]
     for start, stop in pairwise(_bounds(m, blocks)):
-        lower = out[start:stop, :stop]
+        lower = out[start:, start:stop]
         if C is None:
-            torch.mm(A[start:stop], B[:, :stop], out=lower)
+            torch.mm(A[start:], B[:, start:stop], out=lower)
             if alpha != 1.0:
                 lower.mul_(alpha)
         else:
-            torch.addmm(C[start:stop, :stop], A[start:stop], B[:, :stop], beta=beta, alpha=alpha, out=lower)
-        if start:
-            out[:start, start:stop].copy_(lower[:, :start].mT)
+            torch.addmm(C[start:, start:stop], A[start:], B[:, start:stop], beta=beta, alpha=alpha, out=lower)
+        if stop < m:
+            out[start:stop, stop:].copy_(out[stop:, start:stop].mT)
     return out
