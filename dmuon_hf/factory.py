@@ -44,7 +44,7 @@ class DMuonOptions:
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
-    ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "gram"
+    ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "auto"
     lr_scale: Literal["match_rms_adamw", "original", "spectral", "none"] = "match_rms_adamw"
     predicate: Predicate | None = None
     routes: Mapping[str, str] | None = None
@@ -118,7 +118,8 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
         scheduler: `(optimizer, num_training_steps) -> LRScheduler`, instead of `lr_scheduler_type`.
         muon_lr, adamw_lr: learning rate of the Muon and of the AdamW weights; default `args.learning_rate`.
         muon_weight_decay: decoupled decay of the Muon weights; default `args.weight_decay`.
-        momentum, nesterov, ns_steps, ns_backend: as in `dmuon_hf.core.Muon`.
+        momentum, nesterov, ns_steps, ns_backend: as in `dmuon_hf.core.Muon`, except that `ns_backend` is `"auto"` here:
+            for each shape the form of Newton-Schulz that multiplies less.
         lr_scale: how the learning rate depends on a matrix's shape: `"match_rms_adamw"`, `"original"`, `"spectral"` or
             `"none"`. All but the first need `muon_lr`.
         predicate: `(name, parameter) -> bool` choosing the Muon weights instead of the presets.

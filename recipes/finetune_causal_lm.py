@@ -75,7 +75,10 @@ class DMuonArguments:
     adamw_lr: float | None = field(default=None, metadata={"help": "learning rate of AdamW (default: learning_rate)"})
     muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
     ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations"})
-    ns_backend: str = field(default="gram", metadata={"help": "form of Newton-Schulz", "choices": ["gram", "direct"]})
+    ns_backend: str = field(
+        default="auto",
+        metadata={"help": "form of Newton-Schulz; auto: the cheaper by shape", "choices": ["auto", "gram", "direct"]},
+    )
     lr_scale: str = field(
         default="match_rms_adamw",
         metadata={
