@@ -18,7 +18,7 @@ help:
 	@echo "make test      run the whole test suite"
 	@echo "make quality   ruff and mypy"
 	@echo "make format    let ruff fix and format the code"
-	@echo "make bench     time a training step against FSDP2 with AdamW"
+	@echo "make bench     time a training step against FSDP2 with AdamW and other ways to run Muon; ARGS=--help says more"
 	@echo "make gpu-check on one GPU, with the PyTorch of this machine: check and time what needs one"
 	@echo "make venv      only make the environment; PYTHON=python3.12 chooses the interpreter"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from gpu_timing import Report, Setting, median_seconds
+from gpu_timing import Report, Setting, median_seconds, synchronize
 from ns_contenders import Contender, counted_flops, exact, gram_peers, ours, relative_error, spectrum, torch_muon
 from torch import Tensor
 
@@ -24,8 +24,11 @@ BOUNDS = {torch.float16: 5e-2, torch.bfloat16: 1.5e-1, torch.float32: 1e-3}
 
 
 def runnable(report: Report) -> list[str]:
-    """The kernels that can run here; why the others cannot goes into ``report``."""
-    reasons = {name: _problem(name) for name in KERNELS if name != "auto"}
+    """The kernels that can run here, the plainest first, since a fault may take the GPU away from those that follow.
+
+    Why the others cannot goes into ``report``.
+    """
+    reasons = {name: _problem(name) for name in reversed(KERNELS) if name != "auto"}
     report.left_out += [reason for reason in reasons.values() if reason is not None]
     return [name for name, reason in reasons.items() if reason is None]
 
@@ -41,19 +44,20 @@ def _problem(kernel: str) -> str | None:
 def check_syrk(setting: Setting) -> Report:
     """Every kernel on shapes that its tiles do not divide, against float64, inside a buffer that must stay as it is."""
     report = Report(columns=["kernel", "dtype", "shape", "worst error / rounding"])
-    names = set(runnable(report))
+    candidates = {candidate.name: candidate for candidate in CANDIDATES}
+    names = [name for name in runnable(report) if name in candidates]
     full = [(128, 64), (200, 328), (513, 257), (1000, 4104), (3, 264, 136)]
     shapes = [(40, 72), (1, 33, 48)] if setting.tiny else full
-    for candidate, dtype, shape in itertools.product(CANDIDATES, HALF_TYPES, shapes):
-        # Triton's interpreter computes no bfloat16 products.
-        if candidate.name not in names or (dtype == torch.bfloat16 and not setting.cuda):
-            continue
+    # Triton's interpreter computes no bfloat16 products.
+    dtypes = HALF_TYPES if setting.cuda else (torch.float16,)
+    for name, dtype, shape in itertools.product(names, dtypes, shapes):
         if setting.out_of_time:
-            report.left_out.append(f"{candidate.name} {dtype} {shape}: out of time")
+            report.left_out.append(f"{name} {dtype} {shape}: out of time")
             continue
-        syrk = importlib.import_module(f"dmuon_hf.core.ns.backends.{candidate.module}").syrk
-        worst = max(_syrk_errors(syrk, shape, dtype, setting.device, report, candidate.name))
-        report.rows.append([candidate.name, str(dtype), str(shape), f"{worst:.2f}"])
+        with report.part(f"{name} {dtype} {shape}"):
+            syrk = importlib.import_module(f"dmuon_hf.core.ns.backends.{candidates[name].module}").syrk
+            worst = max(_syrk_errors(syrk, shape, dtype, setting.device, report, name))
+            report.rows.append([name, str(dtype), str(shape), f"{worst:.2f}"])
     return report
 
 
@@ -110,11 +114,15 @@ def check_newton_schulz(setting: Setting) -> Report:
     shapes = [(40, 72)] if setting.tiny else [(512, 512), (384, 1000), (1500, 200)]
     dtypes = HALF_TYPES if setting.cuda else (torch.bfloat16, torch.float32)
     for name, backend, dtype, shape in itertools.product(names, ("gram", "direct"), dtypes, shapes):
-        G = spectrum(*shape, 1e3, device=setting.device)
-        ns = dmuon.NewtonSchulz(backend, name, dtype=dtype)
-        error = relative_error(ns(G), exact(G, dmuon.DEFAULT_COEFFICIENTS))
-        report.check(error < BOUNDS[dtype], f"{name} {backend} {dtype} {shape}: error {error:.1e}")
-        report.rows.append([name, backend, str(dtype), str(shape), f"{error:.1e}", f"{BOUNDS[dtype]:.1e}"])
+        if setting.out_of_time:
+            report.left_out.append(f"{name} {backend} {dtype} {shape}: out of time")
+            continue
+        with report.part(f"{name} {backend} {dtype} {shape}"):
+            G = spectrum(*shape, 1e3, device=setting.device)
+            ns = dmuon.NewtonSchulz(backend, name, dtype=dtype)
+            error = relative_error(ns(G), exact(G, dmuon.DEFAULT_COEFFICIENTS))
+            report.check(error < BOUNDS[dtype], f"{name} {backend} {dtype} {shape}: error {error:.1e}")
+            report.rows.append([name, backend, str(dtype), str(shape), f"{error:.1e}", f"{BOUNDS[dtype]:.1e}"])
     return report
 
 
@@ -124,23 +132,31 @@ def check_graphs(setting: Setting) -> Report:
     if not setting.cuda:
         report.left_out.append("CUDA graphs need a CUDA GPU")
         return report
+    shapes = [(24, 40), (2, 24, 40)] if setting.tiny else [(256, 256), (16, 256, 512), (1024, 384)]
     for name in runnable(Report()):
-        eager = dmuon.NewtonSchulz(kernel=name, cuda_graph=False)
-        replayed = dmuon.NewtonSchulz(kernel=name, cuda_graph=True)
-        shapes = [(256, 256), (16, 256, 512), (1024, 384)]
-        for seed, shape in itertools.product(range(4), shapes):
-            G = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(setting.device)
-            same = torch.equal(replayed(G), eager(G))
-            report.check(same, f"{name} {shape}: call {seed} differs from the eager one")
-        for shape in shapes:
-            G = torch.randn(shape, device=setting.device)
-            runs = {"eager": partial(eager, G), "graph": partial(replayed, G)}
-            times = median_seconds(runs, setting.device, rounds=10)
-            report.rows.append([name, str(shape), f"{1e3 * times['eager']:.3f}", f"{1e3 * times['graph']:.3f}"])
-            report.data[f"{name} {shape}"] = times
-        captured = replayed.graphs.captured if replayed.graphs is not None else 0
-        report.check(captured == len(shapes), f"{name}: {captured} of {len(shapes)} shapes were captured")
+        if setting.out_of_time:
+            report.left_out.append(f"graphs of {name}: out of time")
+            continue
+        with report.part(name):
+            _check_graphs_of(name, shapes, setting, report)
     return report
+
+
+def _check_graphs_of(name: str, shapes: list[tuple[int, ...]], setting: Setting, report: Report) -> None:
+    eager = dmuon.NewtonSchulz(kernel=name, cuda_graph=False)
+    replayed = dmuon.NewtonSchulz(kernel=name, cuda_graph=True)
+    for seed, shape in itertools.product(range(4), shapes):
+        G = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(setting.device)
+        same = torch.equal(replayed(G), eager(G))
+        report.check(same, f"{name} {shape}: call {seed} differs from the eager one")
+    for shape in shapes:
+        G = torch.randn(shape, device=setting.device)
+        runs = {"eager": partial(eager, G), "graph": partial(replayed, G)}
+        times = median_seconds(runs, setting.device, rounds=10)
+        report.rows.append([name, str(shape), f"{1e3 * times['eager']:.3f}", f"{1e3 * times['graph']:.3f}"])
+        report.data[f"{name} {shape}"] = times
+    captured = replayed.graphs.captured if replayed.graphs is not None else 0
+    report.check(captured == len(shapes), f"{name}: {captured} of {len(shapes)} shapes were captured")
 
 
 def compare_newton_schulz(setting: Setting) -> Report:
@@ -151,7 +167,7 @@ def compare_newton_schulz(setting: Setting) -> Report:
     square = torch.randn(side, side, device=device, dtype=dtype)
     peak = 2 * side**3 / median_seconds({"peak": lambda: square @ square}, device, rounds=5)["peak"]
     report.data["peak"] = peak
-    contenders = _contenders(setting, dtype)
+    contenders = _that_run(_contenders(setting, dtype), torch.randn(64, 128, device=device).to(dtype), report)
     full = [(1024, 1024), (2048, 2048), (4096, 4096), (2048, 8192), (8192, 1024)]
     shapes = [(64, 64), (64, 128)] if setting.tiny else full
     for shape in shapes:
@@ -163,12 +179,23 @@ def compare_newton_schulz(setting: Setting) -> Report:
         times = median_seconds(runs, device, rounds=3 if setting.tiny else 10)
         report.data[str(shape)] = times
         for c in contenders:
-            ratio = times["torch.optim.Muon"] / times[c.name]
+            ratio = times.get("torch.optim.Muon", float("nan")) / times[c.name]
             # The counter does not see into the kernels of a peer.
             hidden = not c.mine and c.name.endswith("quack")
             share = "" if hidden else f"{100 * counted_flops(c, G, dtype) / times[c.name] / peak:.0f} %"
             report.rows.append([str(shape), c.name, f"{1e3 * times[c.name]:.3f}", share, f"{ratio:.2f}"])
     return report
+
+
+def _that_run(contenders: list[Contender], G: Tensor, report: Report) -> list[Contender]:
+    """Those that get through ``G``; the others are failures."""
+    found = []
+    for contender in contenders:
+        with report.part(contender.name):
+            contender.on_a_copy(G)
+            synchronize(G.device)
+            found.append(contender)
+    return found
 
 
 def _contenders(setting: Setting, dtype: torch.dtype) -> list[Contender]:

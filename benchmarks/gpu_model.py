@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon_hf.core as dmuon
 
-__all__ = ["check_world_of_one", "compare_training"]
+__all__ = ["check_world_of_one", "compare_training", "one_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +195,16 @@ def compare_training(setting: Setting) -> Report:
     shape = _affordable(setting, report)
     contenders: dict[str, dmuon.NewtonSchulz | None] = {"AdamW fused": None}
     for kernel in ("auto", "cublas"):
-        configured = dmuon.NewtonSchulz("auto", dtype=None if setting.cuda else torch.float32, kernel=kernel)
-        contenders[f"Muon, {kernel} is {configured.kernel_name}"] = configured
+        with report.part(f"Muon, {kernel}"):
+            configured = dmuon.NewtonSchulz("auto", dtype=None if setting.cuda else torch.float32, kernel=kernel)
+            contenders[f"Muon, {kernel} is {configured.kernel_name}"] = configured
     with one_rank(setting.device) as mesh:
         for name, ns in contenders.items():
             if setting.out_of_time:
                 report.left_out.append(f"training with {name}: out of time")
                 continue
-            report.data[name] = _timed_training(shape, setting, mesh, ns, report, name)
+            with report.part(f"training with {name}"):
+                report.data[name] = _timed_training(shape, setting, mesh, ns, report, name)
     baseline = report.data.get("AdamW fused")
     for name, times in report.data.items():
         ratio = times["step"] / baseline["step"] if baseline else float("nan")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +52,15 @@ class Report:
         self.checks += 1
         if not holds:
             self.failures.append(message)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """An exception inside fails this part alone; what follows is still looked at."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
 
 
 def synchronize(device: torch.device) -> None:

@@ -24,7 +24,7 @@ class VersionRange:
 
 SUPPORTED: tuple[VersionRange, ...] = (
     VersionRange("torch", "2.13", "2.14"),
-    VersionRange("transformers", "5.24", "6"),
+    VersionRange("transformers", "5.20", "6"),
     VersionRange("accelerate", "1.15", "2"),
 )
 

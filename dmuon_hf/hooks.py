@@ -7,10 +7,10 @@
 | `Accelerator.prepare`        | accelerate >=1.15,<2   | launch checks; a second prepare of the same model  |
 | `Accelerator._prepare_fsdp2` | accelerate >=1.15,<2   | dedicated weights stay out; the optimizer rebinds  |
 | `Accelerator.get_state_dict` | accelerate >=1.15,<2   | finished tensors, tied names                       |
-| `Trainer.__init__`           | transformers >=5.24,<6 | `optimizers=dmuon_hf.create(...)`                  |
-| `Trainer.create_scheduler`   | transformers >=5.24,<6 | `create(scheduler=...)`                            |
-| `Trainer.train`              | transformers >=5.24,<6 | resuming passes by checkpoints that are cut off    |
-| `Trainer.save_model`         | transformers >=5.24,<6 | a whole model under `SHARDED_STATE_DICT` too       |
+| `Trainer.__init__`           | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                  |
+| `Trainer.create_scheduler`   | transformers >=5.20,<6 | `create(scheduler=...)`                            |
+| `Trainer.train`              | transformers >=5.20,<6 | resuming passes by checkpoints that are cut off    |
+| `Trainer.save_model`         | transformers >=5.20,<6 | a whole model under `SHARDED_STATE_DICT` too       |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
 DMuon optimizer, model or plugin is involved; the two state hooks act only where FSDP2 was asked for on CPU, which

@@ -13,7 +13,7 @@ __all__ = ["DMuonPlugin"]
 
 
 class DMuonPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
-    """accelerate's FSDP plugin with `fsdp_version=2` and, unless told otherwise, one FSDP group per transformer block.
+    """accelerate's FSDP plugin with `fsdp_version=2` and, unless told otherwise, wrapping by transformer block.
 
         accelerator = Accelerator(fsdp_plugin=dmuon_hf.DMuonPlugin())
         optimizer = dmuon_hf.create_optimizer(model, lr=2e-4)
@@ -22,6 +22,9 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     Takes the arguments of `FullyShardedDataParallelPlugin`. `reshard_after_forward`, `mixed_precision_policy`,
     `activation_checkpointing`, `cpu_ram_efficient_loading` and `state_dict_type` hold for dedicated parameters too. For
     HSDP pass `parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)` to the Accelerator.
+
+    A block that keeps only norms and biases beside its owned weights joins the FSDP group of the root: the same
+    training with fewer collectives.
 
     Raises:
         ConfigurationError: `fsdp_version` other than 2.

@@ -58,15 +58,10 @@ def get_model_state_dict(
     result: dict[str, Any] = {}
     gathered: dict[int, Tensor | None] = {}
     for name, value in _model_state(model, runtime).items():
-        if not isinstance(value, Tensor):
-            whole = copy.deepcopy(value)
-        elif id(value) in gathered:
-            whole = gathered[id(value)]
-        else:
-            whole = _whole(value, cpu_offload)
-            gathered[id(value)] = whole if keep else None
+        if isinstance(value, Tensor) and id(value) not in gathered:
+            gathered[id(value)] = _whole(value, keep=keep, cpu_offload=cpu_offload)
         if keep:
-            result[name] = whole
+            result[name] = gathered[id(value)] if isinstance(value, Tensor) else copy.deepcopy(value)
     return result
 
 
@@ -137,7 +132,10 @@ def get_optimizer_state_dict(
     keep = not rank0_only or _is_first(runtime)
     result: dict[str, Any] = {section: {} for section in SECTIONS}
     for (section, name, key), value in _values(_optimizer_state(model, optimizer, runtime)).items():
-        whole = _whole(value, cpu_offload) if isinstance(value, Tensor) else copy.deepcopy(value)
+        if isinstance(value, Tensor):
+            whole = _whole(value, keep=keep, cpu_offload=cpu_offload)
+        else:
+            whole = copy.deepcopy(value)
         if keep:
             result[section].setdefault(name, {})[key] = whole
     result["param_groups"] = _described_groups(model, optimizer) if keep else []
@@ -221,16 +219,26 @@ def _device(model: nn.Module) -> torch.device:
 # Whole tensors and local ones
 
 
-def _whole(value: Tensor, cpu_offload: bool) -> Tensor:
-    """The plain whole of any tensor, aliasing nothing. A collective if it is distributed."""
+def _whole(value: Tensor, *, keep: bool, cpu_offload: bool) -> Tensor | None:
+    """The plain whole of any tensor, aliasing nothing; ``None`` where it is not kept. A collective if distributed."""
     whole = value.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
         if isinstance(whole, AsyncCollectiveTensor):
             whole = whole.wait()
+    if not keep:
+        return None
     if cpu_offload and whole.device.type != "cpu":
         return whole.cpu()
-    return whole if isinstance(value, OwnedTensor) else whole.clone()
+    return whole if _has_storage_of_its_own(whole, value) else whole.clone()
+
+
+def _has_storage_of_its_own(whole: Tensor, value: Tensor) -> bool:
+    """Whether ``whole`` fills its storage and shares it with nothing that ``value`` holds on this rank."""
+    if not isinstance(value, DTensor):
+        return False
+    storage, local = whole.untyped_storage(), value.to_local().untyped_storage()
+    return storage.nbytes() == whole.nbytes and storage.data_ptr() != local.data_ptr()
 
 
 def _load(target: Tensor, whole: Tensor) -> None:

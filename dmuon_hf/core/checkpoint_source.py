@@ -127,7 +127,10 @@ def check_together(problems: Callable[[], Iterable[str]], what: str, group: dist
 
 
 def _outlined(value: Any) -> Any:
-    return _Outline(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim > 0 else value
+    if not isinstance(value, Tensor):
+        return value
+    # A pickled scalar on a device would be made on the sender's device by every rank.
+    return _Outline(value.shape, value.dtype) if value.ndim > 0 else value.detach().cpu()
 
 
 def _shown(key: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DeviceHandle", "device_of_mesh"]
+__all__ = ["DeviceHandle", "device_of_mesh", "host_to_device"]
 
 
 class DeviceHandle:
@@ -40,10 +40,13 @@ class DeviceHandle:
 
     def new_stream(self, *, high_priority: bool) -> Any:
         """A side stream; high priority for what the next computation waits for."""
-        return self._module.Stream(priority=-1 if high_priority else 0)
+        priority = -1 if high_priority else 0
+        if self.is_cpu:
+            return self._module.Stream(priority=priority)
+        return self._module.Stream(device=self.device, priority=priority)
 
     def current_stream(self) -> Any:
-        return self._module.current_stream()
+        return self._module.current_stream(self.device)
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(stream)
@@ -52,9 +55,24 @@ class DeviceHandle:
     def record_event(self, stream: Any) -> Any:
         return stream.record_event()
 
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of ``tensor``, once it is dropped, until ``stream`` has done what it was given by then."""
+        tensor.record_stream(stream)
+
 
 def _wait(work: Any) -> None:
     work.wait()
+
+
+def host_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a small tensor of the host to ``device``; the host does not wait for what the device is doing.
+
+    A copy from ordinary memory would: CUDA waits for its stream first. The pinned copy is kept by torch's allocator for
+    pinned memory until the device has read it.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -8,8 +8,11 @@ process (notebooks, tests, elastic restarts) starts afresh.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -24,7 +27,12 @@ _clones: weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, ProcessGroup]] = wea
 def clone_group(ranks: Sequence[int], *, like: ProcessGroup, purpose: str) -> ProcessGroup:
     """A group over ``ranks`` with the backend of ``like``, made once per purpose.
 
-    Collective over ``ranks`` only (other ranks of the job need not call it); every member calls it in the same order.
+    It waits as long as ``like`` or the default group, whichever is more patient: what the user gave
+    ``init_process_group`` is how long a rank may work alone, and torch gives it to no other group.
+
+    Collective over ``ranks``; every member calls it in the same order. Other ranks of the job need not call it, unless
+    the default group is bound to a device (``init_process_group(device_id=...)``): NCCL then splits its communicator,
+    and every rank of the job must call this at the same time, for a group of its own.
 
     Args:
         ranks: Global ranks, in the order that gives the group ranks.
@@ -38,16 +46,31 @@ def clone_group(ranks: Sequence[int], *, like: ProcessGroup, purpose: str) -> Pr
     backend = dist.get_backend(like)
     key = (purpose, backend, tuple(ranks))
     if key not in cached:
+        # Older releases of torch have no such argument, and sort.
+        in_order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
         group = dist.new_group(
             list(ranks),
+            timeout=_longest_timeout(like, world),
             backend=backend,
             use_local_synchronization=True,
             group_desc=f"dmuon_{purpose}",
+            **in_order,
         )
         if not isinstance(group, ProcessGroup):
             raise RuntimeError(f"rank {dist.get_rank()} is not among the ranks {list(ranks)} of the group it asked for")
         cached[key] = group
     return cached[key]
+
+
+def _longest_timeout(*groups: ProcessGroup) -> timedelta | None:
+    """The most that a collective of any of ``groups`` may take; ``None``, torch's default, where no backend says."""
+    found: list[timedelta] = []
+    for group in groups:
+        for device in group._device_types:
+            # A backend without options raises.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                found.append(group._get_backend(device).options._timeout)
+    return max(found, default=None)
 
 
 def live_clones() -> int:

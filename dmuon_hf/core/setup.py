@@ -62,7 +62,7 @@ def dedicate_params(
 
     Call it once, before ``fully_shard``, on every rank of the meshes, in the same order: it is a collective that
     compares the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and
-    every call of this package works the same.
+    every call of this package works the same. An argument that would change nothing in the chosen mode is refused.
 
     Args:
         model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global
@@ -107,7 +107,7 @@ def dedicate_params(
 
     Raises:
         ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
-            is already distributed, or an argument is wrong.
+            is already distributed, or an argument is wrong or would change nothing.
         LockstepError: The ranks' plans differ; the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
@@ -119,19 +119,29 @@ def dedicate_params(
         param_policy=(param_policy, None),
         param_policy_fn=(param_policy_fn, None),
     )
-    if mesh is None:
-        _refuse_without_effect(
-            "in one process without a mesh",
-            compute_dtype=compute_dtype,
-            master_dtype=master_dtype,
-            source_rank=source_rank,
-        )
-    if replicate_mesh is None:
-        _refuse_without_effect(
-            "without replicate_mesh",
-            hsdp_column_balance=hsdp_column_balance,
-            delay_stage2_to_optimizer=None if delay_stage2_to_optimizer else False,
-        )
+    strategy = _setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
+    _refuse_without_effect(
+        {
+            "in one process without a mesh": mesh is None,
+            "without replicate_mesh": replicate_mesh is None,
+            f"with owner_strategy={strategy!r}": True,
+            "without hook_boundary_predicate": hook_boundary_predicate is None,
+            "beside hook_boundary_resolver, which takes precedence": hook_boundary_resolver is not None,
+        },
+        compute_dtype=compute_dtype,
+        reshard_after_forward=None if reshard_after_forward else False,
+        hook_boundary_strict=None if hook_boundary_strict else False,
+        assignment_group_key_fn=assignment_group_key_fn,
+        max_owners_per_group=max_owners_per_group,
+        owner_strategy=owner_strategy,
+        owner_cost_model=owner_cost_model,
+        hsdp_column_balance=hsdp_column_balance,
+        pack_small_params=pack_small_params,
+        delay_stage2_to_optimizer=None if delay_stage2_to_optimizer else False,
+        process_group_policy=process_group_policy,
+        master_dtype=master_dtype,
+        source_rank=source_rank,
+    )
     if runtime_of(model) is not None:
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
@@ -156,7 +166,7 @@ def dedicate_params(
         units=list(dict.fromkeys(candidate.unit for candidate in candidates)),
         shard_size=topology.shard_size,
         replicate_size=topology.replicate_size,
-        owner_strategy=_setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt"),  # type: ignore[arg-type]
+        owner_strategy=strategy,  # type: ignore[arg-type]
         owner_cost_model=_setting(owner_cost_model, "DMUON_OWNER_COST_MODEL", "optimizer"),  # type: ignore[arg-type]
         hsdp_column_balance=_switch(hsdp_column_balance, "DMUON_HSDP_COLUMN_BALANCE"),
         pack_small_params=_switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
@@ -197,10 +207,42 @@ def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
             )
 
 
-def _refuse_without_effect(where: str, **arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigurationError(f"dedicate_params({name}={value!r}) has no effect {where}: leave it out")
+_OF_SEVERAL_RANKS = (
+    "compute_dtype",
+    "reshard_after_forward",
+    "assignment_group_key_fn",
+    "max_owners_per_group",
+    "owner_strategy",
+    "owner_cost_model",
+    "pack_small_params",
+    "process_group_policy",
+    "master_dtype",
+    "source_rank",
+)
+_IDLE: Mapping[str, tuple[str, ...]] = {
+    "in one process without a mesh": _OF_SEVERAL_RANKS,
+    "without replicate_mesh": ("hsdp_column_balance", "delay_stage2_to_optimizer"),
+    "with owner_strategy='round_robin'": ("hsdp_column_balance",),
+    "with owner_strategy='rank0'": (
+        "hsdp_column_balance",
+        "assignment_group_key_fn",
+        "max_owners_per_group",
+        "pack_small_params",
+    ),
+    "without hook_boundary_predicate": ("hook_boundary_strict",),
+    "beside hook_boundary_resolver, which takes precedence": ("hook_boundary_strict",),
+}
+"""Arguments that change nothing, by the circumstance."""
+
+
+def _refuse_without_effect(circumstances: Mapping[str, bool], **given: object) -> None:
+    """Refuse what the caller chose (a value other than ``None``) where it would change nothing."""
+    for circumstance, holds in circumstances.items():
+        for name in _IDLE.get(circumstance, ()) if holds else ():
+            if given[name] is not None:
+                raise ConfigurationError(
+                    f"dedicate_params({name}={given[name]!r}) has no effect {circumstance}: leave it out"
+                )
 
 
 def _select(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
 import subprocess
@@ -22,7 +24,8 @@ from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.core.runtime.lockstep import Channel, LockstepMonitor
 from tests.distributed.lockstep_setup import HYPER, batch_of, is_matrix, make_net, part_of, prepare
 from tests.distributed.training import full
-from tests.harness import init_gloo, run_ranks, run_ranks_outcomes
+from tests.harness import init_gloo, run_ranks
+from tests.harness.launcher import host_store
 from tests.harness.reference import ReferenceOptimizer
 
 LIMIT = 1.0
@@ -148,52 +151,96 @@ def test_discarded_batch_leaves_no_trace(mode: str, world: int, how: str) -> Non
         assert_same_weights([weights], [expected])
 
 
-def train_with_pauses(rank: int, world: int, pause: float) -> int:
+class _Said(logging.Handler):
+    """Keeps messages, and leaves those that say who is waited for in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self._directory = directory
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if "still waiting" in record.getMessage():
+            (self._directory / f"{os.getpid()}-{len(self.messages)}").write_text(record.getMessage())
+
+
+def be_slow(directory: Path, until: str) -> None:
+    """Do something else until some rank has said `until` of those it waits for."""
+    while not any(until in file.read_text() for file in directory.iterdir()):
+        time.sleep(0.05)
+
+
+def train_with_pauses(rank: int, world: int, directory: Path) -> tuple[list[str], int]:
+    said = _Said(directory)
+    logging.getLogger("dmuon_hf").addHandler(said)
     model, optimizer = prepare(world, "z3", norm=True)
     if rank == 0:
-        time.sleep(pause)
+        be_slow(directory, "rank 0 is busy")
     model(part_of(0, rank, world)).backward()
     if rank == 1:
-        time.sleep(pause)
+        be_slow(directory, "rank 1 is busy")
     optimizer.step()
     optimizer.zero_grad()
     if rank == 0:
-        time.sleep(pause)
+        be_slow(directory, "rank 1 waits in get_model_state_dict")
     dmuon.get_model_state_dict(model)
     model(part_of(1, rank, world)).backward()
     optimizer.step()
     dist.barrier()
-    return optimizer.skipped_steps
+    return said.messages, optimizer.skipped_steps
 
 
-def test_rank_that_is_slow_anywhere_is_waited_for() -> None:
-    outcomes = run_ranks_outcomes(train_with_pauses, 2, 4 * LIMIT + 1, env=ENV)
-    for outcome in outcomes:
-        assert outcome.status == "returned", outcome.report()
-    # What the others are waiting for is said once per wait, by one rank.
-    log = "".join(outcome.log for outcome in outcomes)
-    assert "still waiting: rank 0 is busy with work of its own" in log
-    assert "rank 1 waits in get_model_state_dict" in log
-    assert "in train_with_pauses" in log
+def test_rank_that_is_slow_anywhere_is_waited_for_and_named(tmp_path: Path) -> None:
+    results = run_ranks(train_with_pauses, 2, tmp_path, env=ENV)
+    assert [skipped for _, skipped in results] == [0, 0]
+    text = "\n".join(message for messages, _ in results for message in messages)
+    assert "still waiting: rank 0 is busy with work of its own" in text
+    assert "in train_with_pauses" in text
+    # Once per wait.
+    assert text.count("rank 1 waits in get_model_state_dict") == 1
 
 
-def train_twice_with_new_groups(rank: int, world: int) -> list[str]:
+def watching_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dmuon")]
+
+
+def train_one_step(rank: int, world: int) -> tuple[torch.nn.Module, dmuon.Muon]:
+    model, optimizer = prepare(world, "z3", norm=False)
+    model(part_of(0, rank, world)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def outlive_groups(rank: int, world: int) -> None:
     for tag in ("second", "third"):
-        model, optimizer = prepare(world, "z3", norm=False)
-        model(part_of(0, rank, world)).backward()
-        optimizer.step()
+        held = train_one_step(rank, world)
+        assert watching_threads()
+        dist.barrier()
         dist.destroy_process_group()
-        time.sleep(3 * LIMIT)
+        while watching_threads():
+            time.sleep(0.05)
+        del held
         init_gloo(tag)
-        del model, optimizer
     dist.barrier()
-    time.sleep(0.5)
-    return [thread.name for thread in threading.enumerate()]
 
 
-def test_thread_ends_with_its_process_group_and_with_its_model() -> None:
-    for threads in run_ranks(train_twice_with_new_groups, 2, env=ENV):
-        assert not [name for name in threads if name.startswith("dmuon")], threads
+def test_thread_ends_with_its_process_group() -> None:
+    run_ranks(outlive_groups, 2, env=ENV)
+
+
+def outlive_model(rank: int, world: int) -> None:
+    held = train_one_step(rank, world)
+    assert watching_threads()
+    del held
+    gc.collect()
+    while watching_threads():
+        time.sleep(0.05)
+    dist.barrier()
+
+
+def test_thread_ends_with_its_model() -> None:
+    run_ranks(outlive_model, 2, env=ENV)
 
 
 def two_models(rank: int, world: int) -> None:
@@ -223,15 +270,12 @@ def test_limit_that_is_no_number_of_seconds_is_refused(variable: str, value: str
 
 
 def train_unwatched(rank: int, world: int) -> list[str]:
-    model, optimizer = prepare(world, "z3", norm=True)
-    model(part_of(0, rank, world)).backward()
-    optimizer.step()
-    return [thread.name for thread in threading.enumerate()]
+    train_one_step(rank, world)
+    return watching_threads()
 
 
 def test_zero_seconds_start_no_thread() -> None:
-    for threads in run_ranks(train_unwatched, 2, env={"DMUON_HANG_SECONDS": "0"}):
-        assert not [name for name in threads if name.startswith("dmuon")], threads
+    assert run_ranks(train_unwatched, 2, env={"DMUON_HANG_SECONDS": "0"}) == [[], []]
 
 
 def test_monitor_without_peers_waits_plainly_and_meets_nobody() -> None:
@@ -253,7 +297,9 @@ def test_monitor_without_peers_waits_plainly_and_meets_nobody() -> None:
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
+from dmuon_hf.core.runtime import lockstep_exit
 from tests.distributed.lockstep_setup import part_of, prepare
+lockstep_exit._EXIT_GRACE = int(sys.argv[1])
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), 2
 model, optimizer = prepare(world, "z3", norm=True)
@@ -266,22 +312,25 @@ loss.backward()
 """
 
 
-def test_uncaught_exception_ends_both_processes_and_is_named() -> None:
-    """Rank 1 leaves with a collective in flight, which blocks its exit; rank 0 stands in FSDP2's collective."""
+def run_script(*, exit_grace: int, abort: int) -> list[tuple[int, str]]:
+    """Exit codes and errors of two processes; rank 1 leaves with a collective in flight, which blocks its exit, and
+    rank 0 stands in FSDP2's collective."""
     root = Path(__file__).parents[2]
-    port = str(20000 + os.getpid() % 20000)
+    store = host_store()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", SCRIPT, str(exit_grace)],
             cwd=root,
             env={
                 **os.environ,
                 **ENV,
+                "DMUON_HANG_ABORT_SECONDS": str(abort),
                 "PYTHONPATH": str(root),
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
             },
@@ -291,12 +340,23 @@ def test_uncaught_exception_ends_both_processes_and_is_named() -> None:
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=250)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert "boom on rank 1" in errors[1]
-    assert "rank 1 ended with ValueError: boom on rank 1" in errors[0]
-    assert "rank 0 waits in FSDP2 all-gather of layers.3" in errors[0]
-    assert processes[0].returncode == 1
-    assert processes[1].returncode in (1, -signal.SIGALRM)
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+def test_uncaught_exception_is_named_on_the_rank_that_waits() -> None:
+    (code, error), (_, raised) = run_script(exit_grace=300, abort=1)
+    assert "boom on rank 1" in raised
+    assert "rank 1 ended with ValueError: boom on rank 1" in error
+    assert "rank 0 waits in FSDP2 all-gather of layers.3" in error
+    assert code == 1
+
+
+def test_exit_that_a_collective_blocks_ends_although_the_peer_stays() -> None:
+    (code, _), (ended, raised) = run_script(exit_grace=1, abort=0)
+    assert "boom on rank 1" in raised
+    assert ended == -signal.SIGALRM
+    assert code != 0

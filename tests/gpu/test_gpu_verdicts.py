@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ import gpu_kernels
 import gpu_model
 from gpu_timing import Report, Setting
 
-from dmuon_hf.core.ns import NewtonSchulz
+from dmuon_hf.core.ns import NewtonSchulz, graph
 
 CPU = Setting(torch.device("cpu"), tiny=True, deadline=time.monotonic() + 600)
 
@@ -98,6 +102,109 @@ def test_exception_in_a_section_is_its_failure_alone(capsys):
         raise RuntimeError("out of memory")
 
     assert gpu_check.run("Broken", broken, CPU)["failures"] == ["RuntimeError: out of memory"]
+
+
+OPTIONS = argparse.Namespace(device="cpu", tiny=True)
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        (subprocess.CompletedProcess([], -11), "ended with status -11, without a result"),
+        (subprocess.TimeoutExpired([], 1.0), "still running"),
+    ],
+)
+def test_crash_or_hang_of_a_section_is_its_failure_alone(ending, message, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.subprocess, "run", mock.Mock(side_effect=[ending]))
+    found = gpu_check.run_apart("CUDA graphs against eager calls", OPTIONS, remaining=10.0)
+    assert len(found["failures"]) == 1
+    assert message in found["failures"][0]
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_kernel_package_that_breaks_on_import_does_not_stop_the_check(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.dmuon, "get_backend_status", mock.Mock(side_effect=OSError("libcuda.so.1")))
+    found = gpu_check.environment(CPU.device)
+    assert found["kernels"] == "OSError: libcuda.so.1"
+    assert found["versions"]["torch"] is not None
+
+
+def test_section_apart_gives_the_report_of_its_process(capfd):
+    found = gpu_check.run_apart("CUDA graphs against eager calls", OPTIONS, remaining=60.0)
+    assert found["left_out"] == ["CUDA graphs need a CUDA GPU"]
+    assert found["failures"] == []
+
+
+def test_section_apart_starts_no_process_after_the_deadline(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **kwargs: pytest.fail("ran"))
+    found = gpu_check.run_apart("CUDA graphs against eager calls", OPTIONS, remaining=-1.0)
+    assert found["left_out"] == ["the whole section: out of time"]
+
+
+def test_kernel_that_raises_does_not_hide_the_others(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "runnable", lambda report: ["quack", "cublas"])
+    newton_schulz = gpu_kernels.dmuon.NewtonSchulz
+
+    def built(backend, kernel, *, dtype):
+        if kernel == "quack":
+            raise RuntimeError("no such symbol")
+        return newton_schulz(backend, kernel, dtype=dtype)
+
+    monkeypatch.setattr(gpu_kernels.dmuon, "NewtonSchulz", built)
+    report = gpu_kernels.check_newton_schulz(CPU)
+    assert {row[0] for row in report.rows} == {"cublas"}
+    assert {failure.split()[0] for failure in report.failures} == {"quack"}
+
+
+class CudaOnPaper(Setting):
+    """A CPU that takes the branches for CUDA."""
+
+    @property
+    def cuda(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def on_paper(monkeypatch):
+    """What the sections ask of ``torch.cuda``, answered without it."""
+    asked = {
+        "mem_get_info": lambda *device: (20 << 30, 80 << 30),
+        "reset_peak_memory_stats": lambda *device: None,
+        "max_memory_allocated": lambda *device: 3 << 30,
+    }
+    for name, answer in asked.items():
+        monkeypatch.setattr(torch.cpu, name, answer, raising=False)
+    monkeypatch.setattr(graph, "_has_cuda", lambda: True)
+    monkeypatch.setattr(graph.GraphReplay, "_may_capture", lambda self, G: True)
+    monkeypatch.setattr(graph.CudaDevice, "stream", lambda self, device: 0)
+
+    def capture(self, run, device):
+        output = run()
+        return lambda: output.copy_(run()), output
+
+    monkeypatch.setattr(graph.CudaDevice, "capture", capture)
+    return CudaOnPaper(torch.device("cpu"), tiny=True, deadline=time.monotonic() + 600)
+
+
+@pytest.mark.parametrize("name", gpu_check.SECTIONS)
+def test_branches_for_cuda_run_on_paper(name, on_paper, capsys):
+    found = gpu_check.run(name, gpu_check.SECTIONS[name], on_paper)
+    if name == "Streams, NCCL and gradient checks on one rank":
+        assert found["failures"] == ["NCCL is taken for gloo"]
+    else:
+        assert found["failures"] == []
+    json.dumps(found)
+    if name == "CUDA graphs against eager calls":
+        assert found["checks"] == 9
+    if name == "A training step of a Llama":
+        assert {row[-1] for row in found["rows"]} == {"3.0"}
+
+
+def test_model_shrinks_to_the_memory_that_is_free(on_paper):
+    report = Report()
+    setting = CudaOnPaper(torch.device("cpu"), tiny=False, deadline=0.0)
+    assert gpu_model._affordable(setting, report).layers == 8
+    assert report.left_out == ["8 of 16 layers: 20 GiB are free"]
 
 
 def test_section_after_the_deadline_is_left_out(capsys):

@@ -118,8 +118,8 @@ def _install_stack_dump(spec: RankSpec) -> None:
     stacks = spec.path("stacks").open("w")
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
-    # If the launcher is killed nobody ends this process; it ends itself.
-    faulthandler.dump_traceback_later(spec.timeout + 120, exit=True, file=stacks)
+    # If the launcher is killed nobody ends this process; it ends itself, long after the launcher would have.
+    faulthandler.dump_traceback_later(spec.timeout + 1800, exit=True, file=stacks)
 
 
 def _apply_env(env: dict[str, str | None]) -> None:

@@ -55,8 +55,11 @@ def run_ranks(
     default gloo group exists when `fn` starts. Without it the ranks see the environment of a launcher (`RANK`,
     `MASTER_ADDR`, ...), so `init_process_group()` or an `Accelerator` works; one rank without `init` is a plain process
     with none of that. `env` is one mapping for all ranks or one per rank. When a rank fails the others have `grace`
-    seconds to end by themselves. With `linger` a rank that raised stays that long for the others, so that its end does
-    not break the connections of those that are about to raise the same.
+    seconds to end by themselves. With `linger` a rank that raised stays until all others have ended too, at most that
+    long, so that its end does not break the connections of those that are about to raise the same.
+
+    `timeout` and `grace` only guard against hangs: they are seconds of a machine with a processor for every busy
+    process, and last longer on a loaded one.
 
     Raises `RanksFailedError` with the traceback of every rank that raised and the Python stacks of every rank that was
     still running after `timeout` seconds. With `expect_failure` it returns the `RankOutcome` list instead and raises if
@@ -104,7 +107,7 @@ def run_ranks_outcomes(
         raise ValueError(f"world must be at least 1, got {world}")
     _start_server()
     directory = Path(tempfile.mkdtemp(prefix="dmuon_ranks_"))
-    store = _host_store()
+    store = host_store()
     specs = [
         RankSpec(
             rank=rank,
@@ -158,7 +161,7 @@ def _start_server() -> None:
     _server_started = True
 
 
-def _host_store() -> dist.TCPStore:
+def host_store() -> dist.TCPStore:
     """Key-value store on a free port of the loopback address, held open from the start so that nobody else takes the
     port."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -190,26 +193,46 @@ def _rank_env(rank: int, world: int, port: int, init: bool, extra: RankEnv) -> d
     return env
 
 
+class _Guard:
+    """A limit in seconds of a machine that is not overloaded: with twice as many busy processes as processors it lasts
+    twice as long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._since = time.monotonic()
+        self._seconds = seconds
+
+    @property
+    def expired(self) -> bool:
+        slowdown = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        return time.monotonic() - self._since > self._seconds * slowdown
+
+
 def _wait(
     processes: list[Any], specs: list[RankSpec], store: dist.TCPStore, *, timeout: float, grace: float | None
 ) -> set[int]:
     """Wait until every rank has ended or time is up; return the ranks that had to be stopped."""
-    deadline = time.monotonic() + timeout + _START_SECONDS
+    guards = [_Guard(timeout + _START_SECONDS)]
     started = released = failed = False
+    silent: set[int] = set()
     while True:
         alive = [p for p in processes if p.is_alive()]
         if not alive:
             return set()
+        for spec, process in zip(specs, processes, strict=True):
+            # A rank that was killed cannot say so to those that linger.
+            if spec.rank not in silent and not process.is_alive() and not spec.path("outcome").exists():
+                silent.add(spec.rank)
+                store.add("ended", 1)
         if not (started or failed) and store.add("started", 0) == len(processes):
-            deadline = time.monotonic() + timeout
+            guards = [_Guard(timeout)]
             started = True
         if not released and store.add("finished", 0) + len(processes) - len(alive) >= len(processes):
             store.set("release", "1")
             released = True
         if not failed and grace is not None and any(p.exitcode not in (None, 0) for p in processes):
             failed = True
-            deadline = min(deadline, time.monotonic() + grace)
-        if time.monotonic() > deadline:
+            guards.append(_Guard(grace))
+        if any(guard.expired for guard in guards):
             break
         connection.wait([p.sentinel for p in alive], timeout=0.02)
     hung = {s.rank for s, p in zip(specs, processes, strict=True) if p.is_alive() and not s.path("outcome").exists()}
@@ -222,7 +245,7 @@ def _dump_stacks(processes: list[Any], specs: list[RankSpec]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
-    until = time.monotonic() + 3
+    until = time.monotonic() + 30
     sizes: list[int] = []
     while time.monotonic() < until:
         before, sizes = sizes, [s.path("stacks").stat().st_size if s.path("stacks").exists() else 0 for s in specs]

@@ -26,6 +26,9 @@ from tests.hf.support import (
     tiny_llama,
 )
 
+# Up to three runs of a Trainer in one test, beside whatever else the machine does.
+pytestmark = pytest.mark.timeout(1200)
+
 
 class _Snapshot(TrainerCallback):
     """Keeps what the run starts from: weights and momentum after a checkpoint was loaded."""

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -119,15 +120,30 @@ def _die_on_one(rank: int, world: int) -> None:
 
 
 def test_survivors_of_a_failure_are_stopped_after_the_grace_time():
-    outcomes = run_ranks_outcomes(_fail_while_other_sleeps, 2, timeout=60, grace=0.5)
+    outcomes = run_ranks_outcomes(_fail_while_other_sleeps, 2, timeout=3600, grace=0.5)
     assert [o.status for o in outcomes] == ["raised", "hung"]
-    assert outcomes[1].seconds < 30
+
+
+def _return() -> None:
+    pass
 
 
 def _fail_while_other_sleeps(rank: int, world: int) -> None:
     if rank == 0:
         fail()
     hang()
+
+
+@pytest.mark.parametrize("end", [_return, fail, die])
+def test_lingering_rank_leaves_when_the_others_have_ended(end: Callable[[], None]):
+    outcomes = run_ranks_outcomes(_fail_before, 2, end, timeout=3600, linger=3600)
+    assert outcomes[0].status == "raised"
+
+
+def _fail_before(rank: int, world: int, end: Callable[[], None]) -> None:
+    if rank == 0:
+        fail()
+    end()
 
 
 def test_expected_failure_that_does_not_come_is_an_error():

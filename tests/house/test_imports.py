@@ -39,12 +39,21 @@ def test_import_loads_no_hugging_face_library(statement):
     assert _loaded_after(statement) & set(FOREIGN) == set()
 
 
+IMPORT_ALL_OF_CORE = """
+import importlib, pkgutil
+import dmuon_hf.core as core
+for found in pkgutil.walk_packages(core.__path__, "dmuon_hf.core."):
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        # Kernels need their compiler, which not every machine has.
+        kernel = found.name.startswith("dmuon_hf.core.ns.backends.")
+        assert kernel and error.name in ("cutlass", "cuda", "triton"), error
+"""
+
+
 def test_every_core_module_imports_without_hugging_face_libraries():
-    statement = (
-        "import pkgutil, importlib, dmuon_hf.core as core\n"
-        "for found in pkgutil.walk_packages(core.__path__, 'dmuon_hf.core.'): importlib.import_module(found.name)"
-    )
-    assert _loaded_after(statement) & {"transformers", "accelerate", "peft", "datasets"} == set()
+    assert _loaded_after(IMPORT_ALL_OF_CORE) & {"transformers", "accelerate", "peft", "datasets"} == set()
 
 
 def test_core_imports_nothing_from_the_layer_above():

@@ -49,6 +49,7 @@ class FakeMatrix:
     param: nn.Parameter
     spec: MatrixSpec
     is_owner: bool = True
+    owner: tuple[int, int] = (0, 0)
 
 
 class FakeRuntime:
@@ -56,7 +57,7 @@ class FakeRuntime:
 
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
-        self.topology = SimpleNamespace(device=torch.device("cpu"))
+        self.topology = SimpleNamespace(device=torch.device("cpu"), is_distributed=True, is_hsdp=True, slot=(0, 0))
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))
             for name, param in model.named_parameters()

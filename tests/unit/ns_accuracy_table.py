@@ -14,9 +14,11 @@ COLUMNS = {
     "direct float32": NewtonSchulz("direct", dtype=torch.float32),
     "Gram float16": NewtonSchulz(dtype=torch.float16),
     "Gram float16, no restart": NewtonSchulz(dtype=torch.float16, restart_iterations=[]),
+    "Gram float16, mixed": NewtonSchulz(dtype=torch.float16, gram_dtype=torch.float32),
     "direct float16": NewtonSchulz("direct", dtype=torch.float16),
     "Gram bfloat16": NewtonSchulz(dtype=torch.bfloat16),
     "Gram bfloat16, restart [2]": NewtonSchulz(dtype=torch.bfloat16, restart_iterations=[2]),
+    "Gram bfloat16, mixed": NewtonSchulz(dtype=torch.bfloat16, gram_dtype=torch.float32),
     "direct bfloat16": NewtonSchulz("direct", dtype=torch.bfloat16),
 }
 

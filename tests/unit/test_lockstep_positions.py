@@ -45,6 +45,15 @@ def test_crossed_counts_of_waiting_ranks_name_both_places() -> None:
     assert "1 collective on group x that rank 0 has not" in text
 
 
+def test_records_of_a_group_without_rank_0_are_compared() -> None:
+    first = waits(0, record={"replica 0": (1, ("gather of unit a",))})
+    second = busy(1, record={"replica 1": (1, ("gather of unit a",))})
+    third = busy(2, record={"replica 1": (1, ("gather of unit b",))})
+    text = find_divergence([first, second, third], limit=LIMIT)
+    assert text is not None
+    assert "collective number 1 on channel replica 1: rank 1 issued the gather of unit a, rank 2 the" in text
+
+
 def test_crossed_counts_with_a_busy_rank_prove_nothing() -> None:
     a = waits(0, issued={"x": 4, "y": 7})
     assert find_divergence([a, busy(1, issued={"x": 5, "y": 5})], limit=LIMIT) is None

@@ -45,6 +45,13 @@ BY_CONDITION = {
     torch.bfloat16: {1.0: 2.5e-2, 10.0: 2.5e-2, 1e3: 1.2e-1, 1e5: 1.4e-1, 1e9: 1.6e-1},
 }
 
+# The Gram side in float32, the long side in the key: over every shape, and by condition number.
+MIXED_BOUND = {torch.float16: 2.5e-2, torch.bfloat16: 1.2e-1}
+MIXED_BY_CONDITION = {
+    torch.float16: {1.0: 1.5e-3, 10.0: 1.5e-3, 1e3: 1e-2, 1e5: 1.8e-2, 1e9: 2.5e-2},
+    torch.bfloat16: {1.0: 6e-3, 10.0: 9e-3, 1e3: 7e-2, 1e5: 1.1e-1, 1e9: 1.6e-1},
+}
+
 
 def products_of(dtype: torch.dtype):
     return HalfProducts() if dtype == torch.float16 else nullcontext()
@@ -78,6 +85,28 @@ def test_any_shape_and_conditioning_stays_within_the_bound(table, dtype, backend
         if not error <= bound:
             failures.append(f"{name}: {error:.1e}")
     assert not failures, f"over {bound:.1e}: {failures}"
+
+
+@pytest.mark.parametrize("dtype", list(MIXED_BOUND), ids=str)
+@pytest.mark.parametrize("table", TABLES)
+def test_mixed_precision_stays_within_its_bound_on_any_shape_and_conditioning(table, dtype):
+    ns = NewtonSchulz(coefficients=TABLES[table], dtype=dtype, gram_dtype=torch.float32)
+    failures = []
+    for name, G in sampled_inputs():
+        with products_of(dtype):
+            error = relative_error(ns(G), polynomial(normalized(G).to(dtype), TABLES[table]))
+        if not error <= MIXED_BOUND[dtype]:
+            failures.append(f"{name}: {error:.1e}")
+    assert not failures, f"over {MIXED_BOUND[dtype]:.1e}: {failures}"
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("dtype", list(MIXED_BOUND), ids=str)
+def test_mixed_precision_meets_the_bound_of_each_condition_number(dtype, condition):
+    G = spectrum(256, 1024, condition)
+    with products_of(dtype):
+        result = NewtonSchulz(dtype=dtype, gram_dtype=torch.float32)(G)
+    assert relative_error(result, exact(G)) <= MIXED_BY_CONDITION[dtype][condition]
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmuon_hf.core.errors import ConfigurationError
@@ -45,8 +47,10 @@ def test_any_differing_argument_makes_it_unequal():
         NewtonSchulz(restart_iterations=[1]),
         NewtonSchulz(deterministic=True),
         NewtonSchulz(dtype=torch.float32),
+        NewtonSchulz(dtype=torch.bfloat16, gram_dtype=torch.float32),
     ]
     assert all(other != NewtonSchulz() for other in others)
+    assert NewtonSchulz(dtype=torch.bfloat16, gram_dtype=torch.float32) != NewtonSchulz(dtype=torch.bfloat16)
 
 
 def test_lists_and_tuples_make_equal_objects():
@@ -114,6 +118,45 @@ def test_flops_are_those_that_pytorch_counts(monkeypatch, backend, shape, dtype)
     with FlopCounterMode(display=False) as counter, FakeTensorMode():
         ns(torch.empty(shape))
     assert ns.flops(*shape, dtype=dtype) == pytest.approx(counter.get_total_flops(), rel=1e-12)
+
+
+class ProductDtypes(TorchDispatchMode):
+    """Counts matrix products by the dtype of their operands and whether the result is square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[torch.dtype, bool]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm"):
+            self.counts[args[-1].dtype, out.shape[-1] == out.shape[-2]] += 1
+        return out
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
+def test_mixed_precision_forms_the_short_side_wide_and_the_long_side_narrow(shape):
+    with ProductDtypes() as products:
+        result = NewtonSchulz(dtype=torch.bfloat16, gram_dtype=torch.float32)(gaussian(*shape))
+    # Two segments, of two and three steps: a Gram matrix each, 5 squares, 3 updates of R in two products, 3 of Q.
+    assert products.counts == {(torch.float32, True): 16, (torch.bfloat16, False): 2}
+    assert result.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backend": "direct", "dtype": torch.bfloat16},
+        {"backend": "auto", "dtype": torch.bfloat16},
+        {},
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16, "gram_dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_gram_dtype_that_is_no_wider_than_dtype_or_has_no_effect_raises(arguments):
+    with pytest.raises(ConfigurationError, match="gram_dtype"):
+        NewtonSchulz(**{"gram_dtype": torch.float32, **arguments})
 
 
 def test_unknown_backend_raises_with_the_choices():

@@ -7,7 +7,7 @@ import torch
 
 from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.ns import YOU_COEFFICIENTS, NewtonSchulz
-from dmuon_hf.core.ns.agreement import require_same_on_all_ranks
+from dmuon_hf.core.ns.agreement import RankGroup, require_same_on_all_ranks
 from dmuon_hf.core.ns.support import CANDIDATES
 from dmuon_hf.core.ns.syrk_kernel import SyrkKernel
 
@@ -26,7 +26,7 @@ def on_ranks(objects: list[NewtonSchulz]) -> list[Exception | None]:
             return torch.stack(sent).amax(0)
 
         try:
-            require_same_on_all_ranks(objects[rank], agree)
+            require_same_on_all_ranks(objects[rank], RankGroup(agree))
         except LockstepError as error:
             raised[rank] = error
 
@@ -62,4 +62,4 @@ def test_one_rank_with_other_settings_stops_all(options):
 
 
 def test_one_process_agrees_with_itself():
-    require_same_on_all_ranks(NewtonSchulz(), lambda values: values)
+    require_same_on_all_ranks(NewtonSchulz(), RankGroup(lambda values: values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.ns.autotune import Autotuner, Choice, Product, ProductRecorder, wants_autotune
 from dmuon_hf.core.ns.coefficients import Coefficients, Row, schedule
 from dmuon_hf.core.ns.direct import iterate_direct
 from dmuon_hf.core.ns.flops import direct_flops, gram_flops
 from dmuon_hf.core.ns.gram import iterate_gram
 from dmuon_hf.core.ns.graph import GraphReplay, wants_graphs
-from dmuon_hf.core.ns.inputs import DEFAULT_EPS, check_matrix, supported_dtype
+from dmuon_hf.core.ns.inputs import DEFAULT_EPS, check_matrix, compute_dtype, supported_dtype
 from dmuon_hf.core.ns.iteration import orthogonalize
-from dmuon_hf.core.ns.kernels import Kernel, resolve_kernel
+from dmuon_hf.core.ns.kernels import Kernel, requested_kernel, resolve_kernel
 from dmuon_hf.core.ns.restarts import check_restarts, segments
 
 __all__ = ["NewtonSchulz"]
@@ -45,12 +46,20 @@ class NewtonSchulz:
         dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
             where the CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very
             slow.
+        gram_dtype: Mixed precision, for ``backend="gram"`` and a 16-bit ``dtype``: float32 or float64 for the products
+            of the short side, in which most of the rounding error arises, while those with the long side stay in
+            ``dtype``. ``None`` means ``dtype``.
         cuda_graph: Replay each shape as a CUDA graph from its second call on. ``None`` follows the environment variable
             ``DMUON_NS_CUDA_GRAPH``, 0 or 1, and means no without it.
+        autotune: Time what could form each symmetric product, check it against float64, and keep the fastest: at the
+            first call of a shape, or for all shapes when a ``Muon`` is built. An explicit ``kernel`` leaves only its
+            own configurations. ``None`` follows the environment variable ``DMUON_NS_AUTOTUNE``, 0 or 1, and means no
+            without it or with ``deterministic``.
 
     Raises:
-        ConfigurationError: an unknown name, a malformed table, restarts for ``"direct"``, which has none, or CUDA
-            graphs on a machine without CUDA.
+        ConfigurationError: an unknown name, a malformed table, restarts for ``"direct"``, which has none, a
+            ``gram_dtype`` that is not wider than ``dtype``, CUDA graphs on a machine without CUDA, or ``autotune=True``
+            together with ``deterministic=True``.
         NotImplementedError: a kernel that cannot run on this machine; the message says what is missing.
     """
 
@@ -61,9 +70,12 @@ class NewtonSchulz:
     deterministic: bool = False
     _: KW_ONLY
     dtype: torch.dtype | None = None
+    gram_dtype: torch.dtype | None = None
     cuda_graph: bool | None = None
+    autotune: bool | None = None
     _kernel: Kernel = field(init=False, repr=False, compare=False)
     _graphs: GraphReplay | None = field(init=False, repr=False, compare=False)
+    _tuner: Autotuner | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -75,13 +87,31 @@ class NewtonSchulz:
                 "step; leave it at None or use backend='gram'."
             )
         supported_dtype(self.dtype)
+        self._check_gram_dtype()
         # Stored as tuples: equality and the hash do not depend on whether lists or tuples were given.
         if self.coefficients is not None:
             object.__setattr__(self, "coefficients", schedule(self.coefficients))
         if self.restart_iterations is not None:
             object.__setattr__(self, "restart_iterations", check_restarts(self.restart_iterations))
-        object.__setattr__(self, "_kernel", resolve_kernel(self.kernel, deterministic=self.deterministic))
+        kernel = resolve_kernel(self.kernel, deterministic=self.deterministic)
+        tunes = wants_autotune(self.autotune, deterministic=self.deterministic)
+        tuner = Autotuner(kernel, requested_kernel(self.kernel)) if tunes else None
+        object.__setattr__(self, "_tuner", tuner)
+        object.__setattr__(self, "_kernel", kernel if tuner is None else tuner.kernel)
         object.__setattr__(self, "_graphs", GraphReplay() if wants_graphs(self.cuda_graph) else None)
+
+    def _check_gram_dtype(self) -> None:
+        if self.gram_dtype is None:
+            return
+        if self.backend != "gram":
+            raise ConfigurationError(
+                f"gram_dtype={self.gram_dtype} has no effect with backend={self.backend!r}: leave it out or use 'gram'."
+            )
+        if self.gram_dtype not in (torch.float32, torch.float64) or self.dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigurationError(
+                "gram_dtype is float32 or float64, beside an explicit dtype of float16 or bfloat16; got "
+                f"gram_dtype={self.gram_dtype}, dtype={self.dtype}."
+            )
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], NewtonSchulz], tuple[dict[str, Any]]]:
         return _rebuild, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
@@ -97,12 +127,23 @@ class NewtonSchulz:
         return self._graphs
 
     @property
-    def fingerprint(self) -> str:
-        """All that the result depends on, with the kernel that runs: ranks that update alike have the same one."""
-        return (
+    def tuner(self) -> Autotuner | None:
+        """What was chosen for each product so far; ``None`` without ``autotune``."""
+        return self._tuner
+
+    @property
+    def settings(self) -> str:
+        """``fingerprint`` without what was found by timing."""
+        text = (
             f"backend={self.backend!r}, kernel={self.kernel_name!r}, coefficients={schedule(self.coefficients)}, "
-            f"restart_iterations={self.restart_iterations}, dtype={self.dtype}"
+            f"restart_iterations={self.restart_iterations}, dtype={self.dtype}, gram_dtype={self.gram_dtype}"
         )
+        return text if self._tuner is None else f"{text}, autotune=True"
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the result depends on, with the kernels that run: ranks that update alike have the same one."""
+        return self.settings if self._tuner is None else f"{self.settings}, {self._tuner}"
 
     def __call__(self, G: Tensor, *, steps: int | None = None) -> Tensor:
         """Orthogonalise ``G``, ``(m, n)`` or a batch ``(B, m, n)``; a new tensor of its shape and dtype.
@@ -115,6 +156,13 @@ class NewtonSchulz:
             ConfigurationError: another shape or dtype, ``steps`` below 1, or a restart that ``steps`` never reaches.
         """
         rows = schedule(self.coefficients, steps)
+        if self._tuner is not None:
+            check_matrix(G)
+            self._tuner.tune_once(
+                (G.shape, G.dtype, G.device, rows),
+                lambda: self.products(G.shape, dtype=G.dtype, device=G.device, steps=steps),
+                G.device,
+            )
         if self._graphs is None:
             return self._orthogonalize(G, rows)
         check_matrix(G)
@@ -125,6 +173,26 @@ class NewtonSchulz:
         if G.ndim != 2:
             raise ConfigurationError(f"local() takes one matrix (m, n); got shape {tuple(G.shape)}.")
         return self(G, steps=steps)
+
+    def products(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, steps: int | None = None
+    ) -> set[Product]:
+        """The symmetric products of a call with a tensor like this, found by running it on a tensor without data."""
+        recorder = ProductRecorder(self._kernel if self._tuner is None else self._tuner.default, device)
+        compute = compute_dtype(torch.empty(0, dtype=dtype, device=device), self.dtype)
+        twin = object.__new__(NewtonSchulz)
+        twin.__dict__.update(self.__dict__, dtype=compute, _kernel=recorder, _graphs=None, _tuner=None)
+        twin(torch.empty(shape, dtype=dtype, device="meta"), steps=steps)
+        return recorder.products
+
+    def adopt(self, choices: Mapping[Product, Choice]) -> None:
+        """Replace what was found by timing by ``choices``, which all ranks have alike, and tune nothing any more."""
+        if self._tuner is None:
+            raise ConfigurationError("this NewtonSchulz does not tune: give it autotune=True.")
+        self._tuner.adopt(choices)
+        if self._graphs is not None:
+            # Graphs that were captured run the kernels of before.
+            object.__setattr__(self, "_graphs", GraphReplay())
 
     def _orthogonalize(self, G: Tensor, rows: tuple[Row, ...]) -> Tensor:
         return orthogonalize(
@@ -147,7 +215,10 @@ class NewtonSchulz:
         m, n = X.shape[-2:]
         if self._algorithm(m, n, rows, X.dtype, X.device) == "direct":
             return iterate_direct(X, rows, self._kernel)
-        return iterate_gram(X, segments(rows, self.restart_iterations, X.dtype), self._kernel)
+        return iterate_gram(X, self._segments(rows, X.dtype), self._kernel, self.gram_dtype)
+
+    def _segments(self, rows: tuple[Row, ...], dtype: torch.dtype) -> tuple[tuple[Row, ...], ...]:
+        return segments(rows, self.restart_iterations, self.gram_dtype or dtype)
 
     def _algorithm(self, m: int, n: int, rows: tuple[Row, ...], dtype: torch.dtype, device: torch.device) -> str:
         if self.backend != "auto":
@@ -161,11 +232,11 @@ class NewtonSchulz:
 
     def _gram_flops(self, m: int, n: int, rows: tuple[Row, ...], dtype: torch.dtype, device: torch.device) -> float:
         m, n = sorted((m, n))
-        lengths = tuple(map(len, segments(rows, self.restart_iterations, dtype)))
+        lengths = tuple(map(len, self._segments(rows, dtype)))
         return gram_flops(m, n, segment_lengths=lengths, **self._shares(m, n, dtype, device))
 
     def _shares(self, m: int, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-        share = self._kernel.symmetric_share
+        share, dtype = self._kernel.symmetric_share, self.gram_dtype or dtype
         return {"share": share(m, n, dtype, device), "short_share": share(m, m, dtype, device)}
 
 

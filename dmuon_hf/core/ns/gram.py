@@ -123,7 +123,7 @@ def gram_newton_schulz_factors(
     check_eps(eps)
     rows, kernel = schedule(coefficients, steps), resolve_kernel(deterministic=deterministic)
     X, scale, norm = normalizer(G, eps, compute_dtype(G, supported_dtype(dtype)))
-    factors = _factors(X, segments(rows, restart_iterations, X.dtype), kernel)[0]
+    factors = _factors(X, segments(rows, restart_iterations, X.dtype), kernel, X.dtype)[0]
     whole = scale * norm
     return factors, is_tall(G), whole.squeeze() if G.ndim == 2 else whole
 
@@ -131,20 +131,28 @@ def gram_newton_schulz_factors(
 gram_newton_schulz_q = gram_newton_schulz_factors
 
 
-def iterate_gram(X: Tensor, segments: tuple[tuple[Row, ...], ...], kernel: Kernel) -> Tensor:
-    """Run ``segments`` on normalised ``X``, ``(m, n)`` or ``(B, m, n)``, in the dtype of ``X``."""
-    factors, X = _factors(X, segments, kernel)
+def iterate_gram(
+    X: Tensor, segments: tuple[tuple[Row, ...], ...], kernel: Kernel, gram_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Run ``segments`` on normalised ``X``, ``(m, n)`` or ``(B, m, n)``, in the dtype of ``X``.
+
+    With ``gram_dtype`` the products of the short side are formed and kept in that dtype, and each factor is rounded
+    once, to the dtype of ``X``.
+    """
+    factors, X = _factors(X, segments, kernel, gram_dtype or X.dtype)
     return _apply(factors[-1], X)
 
 
-def _factors(X: Tensor, segments: tuple[tuple[Row, ...], ...], kernel: Kernel) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The factor of each segment, and ``X`` with all of them applied but the last."""
+def _factors(
+    X: Tensor, segments: tuple[tuple[Row, ...], ...], kernel: Kernel, gram_dtype: torch.dtype
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The factor of each segment, in the dtype of ``X``, and ``X`` with all of them applied but the last."""
     factors: list[Tensor] = []
     for rows in segments:
         if factors:
             X = _apply(factors[-1], X)
-        R = kernel.gram(X.mT if is_tall(X) else X)
-        factors.append(_segment_factor(R, rows, kernel))
+        R = kernel.gram((X.mT if is_tall(X) else X).to(gram_dtype))
+        factors.append(_segment_factor(R, rows, kernel).to(X.dtype))
     return tuple(factors), X
 
 

@@ -71,7 +71,8 @@ class CudaDevice:
         key = (device, self.stream(device))
         if key not in self._pools:
             self._pools[key] = cuda.graph_pool_handle()
-        with cuda.device(device):
+        # The current stream again: a capture that fails raises before it gives back the stream that it made current.
+        with cuda.device(device), cuda.stream(cuda.current_stream(device)):
             graph = cuda.CUDAGraph()
             # Other threads, NCCL's watchdog among them, may go on calling CUDA during the capture.
             with cuda.graph(graph, pool=self._pools[key], capture_error_mode="thread_local"):

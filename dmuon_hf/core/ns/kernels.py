@@ -17,7 +17,15 @@ from dmuon_hf.core.ns.library import LibraryKernel
 from dmuon_hf.core.ns.support import CANDIDATES, log_once, missing, sm_version
 from dmuon_hf.core.ns.syrk_kernel import SyrkKernel
 
-__all__ = ["ENVIRONMENT_VARIABLE", "KERNELS", "Kernel", "get_backend_status", "get_ns_backend", "resolve_kernel"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "KERNELS",
+    "Kernel",
+    "get_backend_status",
+    "get_ns_backend",
+    "requested_kernel",
+    "resolve_kernel",
+]
 
 ENVIRONMENT_VARIABLE = "DMUON_NS_KERNEL"
 KERNELS = ("auto", "quack", "cute_sm80", "triton", "cublas")
@@ -81,6 +89,11 @@ def resolve_kernel(kernel: str = "auto", *, deterministic: bool = False) -> Kern
             f"{asked_by} cannot run on this machine: {reason}. Use 'cublas', which runs on every device, or 'auto'."
         )
     return SyrkKernel(candidate)
+
+
+def requested_kernel(kernel: str) -> str:
+    """``kernel``, or what ``DMUON_NS_KERNEL`` names in place of ``"auto"``."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) or kernel if kernel == "auto" else kernel
 
 
 def _requested(kernel: str, deterministic: bool) -> tuple[str, str]:

@@ -79,7 +79,7 @@ class LibraryKernel:
         beta: float = 1.0,
         diag: float = 0.0,
     ) -> Tensor:
-        blocks = self._count(*A.shape, A.dtype, A.device) if A.ndim == 2 else 1
+        blocks = self._count(A.shape[0], A.shape[1], A.dtype, A.device) if A.ndim == 2 else 1
         if blocks > 1:
             product = _blocked(A, B, C, alpha=alpha, beta=beta, blocks=blocks)
         elif C is None:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import torch
 
-__all__ = ["CANDIDATES", "Candidate", "log_once", "missing", "sm_version"]
+__all__ = ["CANDIDATES", "Candidate", "installed_version", "kernel_packages", "log_once", "missing", "sm_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,16 @@ def missing(candidate: Candidate, sm: int) -> str | None:
         here = f"this one is SM{sm}" if sm else "this machine has none"
         return f"it needs an NVIDIA GPU of SM{candidate.majors[0]}0 or newer; {here}"
     return _version_problem(candidate) or _import_problem(candidate.imports)
+
+
+def kernel_packages() -> list[str]:
+    """Every package that one of the kernels may come from."""
+    return [package for candidate in CANDIDATES for package in candidate.packages]
+
+
+def installed_version(package: str) -> str:
+    """The version of ``package``; empty if it is not installed."""
+    return _version(package)
 
 
 def _other_device(candidate: Candidate, sm: int) -> bool:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dmuon_hf.core.ns.backends.contract import DTYPES, Syrk
+from dmuon_hf.core.ns.backends.contract import DTYPES
 from dmuon_hf.core.ns.library import LibraryKernel
 from dmuon_hf.core.ns.support import Candidate, log_once
 
-__all__ = ["SyrkKernel"]
+__all__ = ["SyrkKernel", "TileRows"]
 
 _LIBRARY = LibraryKernel()
+
+
+class TileRows(Protocol):
+    """Tile sizes of a kernel: a value of its ``TileConfig``."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +35,14 @@ class SyrkKernel:
 
     The same operands give the same bits. Matrices of no more rows than one tile go to the library product, which costs
     no more there; float32, float64 and, for a GPU kernel, tensors on a CPU go there too, which is logged once.
+
+    Attributes:
+        candidate: The kernel.
+        tiles: Its tile sizes; ``None`` leaves them to the kernel, by the shape of each product.
     """
 
     candidate: Candidate
+    tiles: TileRows | None = None
 
     @property
     def name(self) -> str:
@@ -35,7 +50,7 @@ class SyrkKernel:
 
     def gram(self, X: Tensor) -> Tensor:
         if self._takes(X.shape[-2], X.dtype, X.device):
-            return _load(self.candidate.module)(X)
+            return self._syrk()(X)
         return _LIBRARY.gram(X)
 
     def symmetric(
@@ -50,7 +65,7 @@ class SyrkKernel:
     ) -> Tensor:
         if self._takes(A.shape[-2], A.dtype, A.device):
             # `B` is symmetric, so that A @ B^T, which the contract computes, is A @ B.
-            return _load(self.candidate.module)(A, B, C, alpha=alpha, beta=beta, diag=diag)
+            return self._syrk()(A, B, C, alpha=alpha, beta=beta, diag=diag)
         return _LIBRARY.symmetric(A, B, C, alpha=alpha, beta=beta, diag=diag)
 
     def one_by_one(self, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -59,11 +74,20 @@ class SyrkKernel:
     def symmetric_share(self, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> float:
         if not self._takes(rows, dtype, device):
             return _LIBRARY.symmetric_share(rows, depth, dtype, device)
-        side = -(-rows // self.candidate.tile)
+        side = -(-rows // self._tile)
         return (side + 1) / (2 * side)
 
+    @property
+    def _tile(self) -> int:
+        return self.candidate.tile if self.tiles is None else self.tiles.rows
+
+    def _syrk(self) -> Callable[..., Tensor]:
+        """The function of the backend, which takes ``config`` beside what the contract has."""
+        syrk = _load(self.candidate.module)
+        return syrk if self.tiles is None else functools.partial(syrk, config=self.tiles)
+
     def _takes(self, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-        if rows <= self.candidate.tile:
+        if rows <= self._tile:
             return False
         if dtype not in DTYPES or (device.type == "cpu" and not self._interpreted()):
             log_once(
@@ -77,6 +101,6 @@ class SyrkKernel:
 
 
 @functools.cache
-def _load(module: str) -> Syrk:
-    backend: Syrk = importlib.import_module(f"dmuon_hf.core.ns.backends.{module}").syrk
+def _load(module: str) -> Callable[..., Tensor]:
+    backend: Callable[..., Tensor] = importlib.import_module(f"dmuon_hf.core.ns.backends.{module}").syrk
     return backend

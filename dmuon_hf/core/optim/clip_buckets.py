@@ -21,6 +21,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.clip_global import muon_optimizer
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.norms import clip_coefficient, norm_power, root_of_power, scale_
+from dmuon_hf.core.runtime.collectives import uses_nccl
 
 __all__ = [
     "GradClipBucket",
@@ -163,8 +164,9 @@ def _device(locals_: Sequence[Sequence[Tensor]], process_group: ProcessGroup | N
     for grads in locals_:
         for grad in grads:
             return grad.device
-    if process_group is not None and dist.get_backend(process_group) == "nccl":
-        return torch.device("cuda")
+    cuda = torch.device("cuda")
+    if process_group is not None and cuda in process_group._device_types and uses_nccl(process_group, cuda):
+        return cuda
     return torch.device("cpu")
 
 

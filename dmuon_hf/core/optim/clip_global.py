@@ -88,7 +88,7 @@ def _global_norm(request: MuonGradClipRequest) -> MuonGradClipStats:
     """One norm over the gradients of all dedicated matrices of all ranks."""
     grads = list(request.gradients.values())
     power = norm_power(grads, request.norm_type, device=request.device, foreach=request.foreach)
-    values = torch.stack([power, power.new_tensor(float(len(grads)))])
+    values = torch.stack([power, torch.full_like(power, len(grads))])
     if math.isinf(request.norm_type):
         # A maximum over ranks may drop NaN; infinity stands for both.
         largest = request.reduce_max(power.nan_to_num(nan=math.inf).float().reshape(1))
@@ -176,7 +176,7 @@ def clip_grad_norm_(
             foreach=foreach,
             device=runtime.topology.device,
             reduce_sum=runtime.reduce_sum,
-            reduce_max=runtime.agree,
+            reduce_max=runtime.maximum,
         )
     )
     muon.last_muon_grad_clip_stats = stats

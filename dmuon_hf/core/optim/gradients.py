@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor, Partial
 from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = ["check_and_unscale_", "local_tensor"]
+
+_AMP_TYPES = frozenset({torch.float16, torch.float32, torch.float64})
 
 
 def local_tensor(tensor: Tensor, what: str) -> Tensor:
@@ -34,8 +37,9 @@ def local_tensor(tensor: Tensor, what: str) -> Tensor:
 def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device) -> Tensor:
     """Divide live local gradients by the loss scale and report infinities and NaN; does not synchronise.
 
-    One pass of the multi-tensor kernel of ``torch.amp``, the cheapest exact check on CPU and CUDA. Without a scale it
-    writes every element back as it was.
+    One pass of the multi-tensor kernel of ``torch.amp``, the cheapest exact check on CPU and CUDA; without a scale it
+    writes every element back as it was. CUDA has it for no other types than fp16, fp32 and fp64: gradients of the
+    others, bf16 above all, are scaled and then checked by their largest element.
 
     Args:
         grads: Local gradients of any device and dtype.
@@ -51,8 +55,14 @@ def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, devic
     for grad in grads:
         if grad.numel() > 0:
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (where, _), same_kind in by_kind.items():
+    for (where, dtype), same_kind in by_kind.items():
         part = torch.zeros(1, dtype=torch.float32, device=where)
-        torch._amp_foreach_non_finite_check_and_unscale_(same_kind, part, inverse.to(where))
+        if dtype in _AMP_TYPES:
+            torch._amp_foreach_non_finite_check_and_unscale_(same_kind, part, inverse.to(where))
+        else:
+            if grad_scale is not None:
+                torch._foreach_mul_(same_kind, inverse.to(where).reshape(()))
+            largest = torch.stack(torch._foreach_norm(same_kind, math.inf))
+            part = (~largest.isfinite()).any().float().reshape(1)
         found = torch.maximum(found, part.to(device))
     return found

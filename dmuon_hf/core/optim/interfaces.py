@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dmuon_hf.core.plan import MatrixSpec
 
-__all__ = ["DedicatedMatrix", "HasDevice", "OptimizerRuntime"]
+__all__ = ["DedicatedMatrix", "Layout", "OptimizerRuntime"]
 
 
 class DedicatedMatrix(Protocol):
@@ -24,20 +24,28 @@ class DedicatedMatrix(Protocol):
     def spec(self) -> MatrixSpec: ...
     @property
     def is_owner(self) -> bool: ...
+    @property
+    def owner(self) -> tuple[int, int]: ...
 
 
-class HasDevice(Protocol):
+class Layout(Protocol):
     """The part of the topology that the optimizer uses."""
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def is_distributed(self) -> bool: ...
+    @property
+    def is_hsdp(self) -> bool: ...
+    @property
+    def slot(self) -> tuple[int, int]: ...
 
 
 class OptimizerRuntime(Protocol):
     """Every method is called by all data-parallel ranks in the same order."""
 
     @property
-    def topology(self) -> HasDevice: ...
+    def topology(self) -> Layout: ...
     @property
     def dedicated(self) -> Mapping[str, DedicatedMatrix]: ...
     @property

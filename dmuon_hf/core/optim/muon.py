@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
-from dmuon_hf.core.ns.agreement import require_same_on_all_ranks
+from dmuon_hf.core.ns.agreement import RankGroup, autotune_on_first_rank, require_same_on_all_ranks
 from dmuon_hf.core.optim.adamw import apply_adamw
 from dmuon_hf.core.optim.binding import check_held, check_rebindable, runtime_with_matrices
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
@@ -21,10 +21,11 @@ from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, sca
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
-from dmuon_hf.core.optim.state import check_loadable, fresh_state, restore_state
-from dmuon_hf.core.optim.unbuilt import require_defaults
+from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
+from dmuon_hf.core.optim.unbuilt import require_defaults, require_effect
 from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
 from dmuon_hf.core.optim.verdict import agree_on_step
+from dmuon_hf.core.optim.workload import newton_schulz_calls
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.replica_check import check_replicas, debug_enabled
 
@@ -86,8 +87,9 @@ class Muon(Optimizer):
             state of whole embeddings would be large, and thrown away.
 
     Raises:
-        ConfigurationError: No dedicated matrix, an argument out of range, or ``param_groups`` that do not fit the
-        model. NotImplementedError: An argument asks for a mode that is not built.
+        ConfigurationError: No dedicated matrix, an argument out of range or without effect, or ``param_groups`` that
+            do not fit the model.
+        NotImplementedError: An argument asks for a mode that is not built.
     """
 
     _step_supports_amp_scaling = True
@@ -145,9 +147,16 @@ class Muon(Optimizer):
         )
         self._model = model
         self._runtime = runtime_with_matrices(model)
+        require_effect(
+            self._runtime.topology,
+            replicate_async=replicate_async,
+            forward_prefetch_depth=forward_prefetch_depth,
+            first_step_progress_log=first_step_progress_log,
+            first_step_progress_log_limit=first_step_progress_log_limit,
+        )
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
         if isinstance(self._orthogonalize, NewtonSchulz):
-            require_same_on_all_ranks(self._orthogonalize, self._runtime.maximum, device=self._runtime.topology.device)
+            require_same_on_all_ranks(self._orthogonalize, self._ranks)
         self._replicate_async = replicate_async
         self._forward_prefetch_depth = forward_prefetch_depth
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
@@ -161,6 +170,7 @@ class Muon(Optimizer):
         lowered = self._lower(param_groups, defaults)
         self._names = [group.names for group in lowered]
         super().__init__([group.as_param_group() for group in lowered], {})
+        self._autotune()
         if not defer_state:
             self._reset_state()
         self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
@@ -177,6 +187,18 @@ class Muon(Optimizer):
                 "predicate of dedicate_params()"
             )
         return lowered
+
+    @property
+    def _ranks(self) -> RankGroup:
+        topology = self._runtime.topology
+        return RankGroup(self._runtime.maximum, topology.device, is_first=topology.slot == (0, 0))
+
+    def _autotune(self) -> None:
+        """Let the first rank time kernels for what any rank will run, if the user asked for that. Collective then."""
+        ns = self._orthogonalize
+        if isinstance(ns, NewtonSchulz) and ns.tuner is not None:
+            calls = newton_schulz_calls(self.param_groups, self._names, self._runtime.dedicated)
+            autotune_on_first_rank(ns, calls, self._ranks)
 
     def _reset_state(self) -> None:
         self.state.clear()
@@ -210,6 +232,7 @@ class Muon(Optimizer):
         self._model, self._runtime = model, runtime
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"] = [by_name[name] for name in names]
+        self._autotune()
         self._reset_state()
         self._bound = False
         runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
@@ -294,6 +317,7 @@ class Muon(Optimizer):
         self._bound = True
         if not self.state:
             self._reset_state()
+        follow_parameters(self.state)
         dtypes = {str(m.param.dtype) for m in self._runtime.dedicated.values() if m.param.dtype.itemsize < 4}
         if dtypes and _is_first_rank():
             logger.warning(

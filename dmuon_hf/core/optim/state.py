@@ -14,7 +14,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.update import momentum_dtype
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
-__all__ = ["check_loadable", "fresh_state", "restore_state"]
+__all__ = ["check_loadable", "follow_parameters", "fresh_state", "restore_state"]
 
 _STATE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "muon": ("momentum_buffer",),
@@ -36,6 +36,17 @@ def fresh_state(param: Tensor, route: str) -> dict[str, Tensor]:
             "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
         }
+
+
+def follow_parameters(state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Move state to the device of its parameter, where ``model.to(device)`` came after the construction.
+
+    ``step`` stays on the CPU.
+    """
+    for param, entry in state.items():
+        for key, value in entry.items():
+            if key != "step" and isinstance(value, Tensor) and value.device != param.device:
+                entry[key] = value.to(param.device)
 
 
 def check_loadable(

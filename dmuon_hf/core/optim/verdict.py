@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.optim.gradients import check_and_unscale_
 from dmuon_hf.core.optim.interfaces import OptimizerRuntime
@@ -47,7 +48,8 @@ def agree_on_step(
     """
     device = runtime.topology.device
     count = runtime.backward_count
-    values = torch.tensor([0.0, count, -count, *map(float, runtime.grad_flags())], dtype=torch.float32).to(device)
+    mine = torch.tensor([0.0, count, -count, *map(float, runtime.grad_flags())], dtype=torch.float32)
+    values = host_to_device(mine, device)
     values[:1] = check_and_unscale_(grads, grad_scale, device)
     if found_inf is not None:
         values[:1] = torch.maximum(values[:1], (found_inf.to(device) != 0).to(torch.float32))

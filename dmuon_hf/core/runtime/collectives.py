@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,14 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from dmuon_hf.core.device import DeviceHandle
 
-__all__ = ["InFlight", "broadcast_segments", "exchange_to_owners", "issue_on", "reduce_segments_to_owners"]
+__all__ = [
+    "InFlight",
+    "broadcast_segments",
+    "exchange_to_owners",
+    "issue_on",
+    "reduce_segments_to_owners",
+    "uses_nccl",
+]
 
 
 class InFlight:
@@ -22,15 +30,19 @@ class InFlight:
 
     The record owns every tensor the collectives read or write until they have finished. On an accelerator the batch is
     ordered by an event on the side stream and waiting costs the host nothing; on the CPU the work handles are waited
-    for.
+    for. The tensors' memory goes back to the stream that was current at the issue: where another one waits, the
+    allocator is told; where nobody does, because the record is dropped with its model, that stream waits itself.
     """
 
-    __slots__ = ("_device", "_event", "_kept", "_works")
+    __slots__ = ("_device", "_event", "_home", "_kept", "_works")
 
-    def __init__(self, device: DeviceHandle, works: Sequence[Any], event: Any, kept: Sequence[Tensor]) -> None:
+    def __init__(
+        self, device: DeviceHandle, works: Sequence[Any], event: Any, kept: Sequence[Tensor], *, home: Any = None
+    ) -> None:
         self._device = device
         self._works = list(works)
         self._event = event
+        self._home = home
         self._kept = list(kept)
 
     def wait(self) -> None:
@@ -39,45 +51,59 @@ class InFlight:
         for work in works:
             self._device.host_wait(work)
         if self._event is not None:
-            self._device.current_stream().wait_event(self._event)
+            current = self._device.current_stream()
+            current.wait_event(self._event)
+            if current != self._home:
+                for tensor in self._kept:
+                    self._device.record_stream(tensor, current)
             self._event = None
         self._kept.clear()
 
+    def __del__(self) -> None:
+        if self._event is not None and not sys.is_finalizing():
+            self._home.wait_event(self._event)
 
-def issue_on(
-    device: DeviceHandle,
-    stream: Any,
-    kept: Sequence[Tensor],
-    issue: Callable[[], list[Any]],
-    *,
-    after: Any | None = None,
-) -> InFlight:
-    """Run ``issue`` (copies, then asynchronous collectives whose works it returns) on a side stream.
 
-    The side stream first waits for the current stream, because the buffers were allocated, and the sources last
-    written, there; ``after`` is one more event to wait for.
+def issue_on(device: DeviceHandle, stream: Any, kept: Sequence[Tensor], issue: Callable[[], list[Any]]) -> InFlight:
+    """Start asynchronous collectives, whose works ``issue`` returns, beside the current stream.
+
+    On an accelerator ``stream`` first waits for the current stream: there the buffers were allocated and filled. Then
+    it waits for the collectives, which the backend runs on a stream of its own. Sources that others write, such as
+    masters, are copied into the buffers before this call, on the current stream, so that nothing but ``kept`` is used
+    beside it.
     """
     if device.is_cpu:
         return InFlight(device, issue(), None, kept)
-    stream.wait_stream(device.current_stream())
-    if after is not None:
-        stream.wait_event(after)
+    home = device.current_stream()
+    stream.wait_stream(home)
     with device.stream(stream):
         for work in issue():
             work.wait()
         event = device.record_event(stream)
-    return InFlight(device, [], event, kept)
+    return InFlight(device, [], event, kept, home=home)
+
+
+def uses_nccl(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL carries the tensors of ``device``, whatever string the group was initialised with.
+
+    ``get_backend`` answers ``"undefined"`` for ``init_process_group()`` and ``"cuda:nccl,cpu:gloo"`` for that string.
+    """
+    return str(group._get_backend(device).name()) == "nccl"
 
 
 @contextmanager
 def _coalesced(group: ProcessGroup, device: torch.device, works: list[Any]) -> Iterator[None]:
-    """Fuse the collectives issued inside into one launch where the backend can (NCCL); gloo has no such thing."""
-    if dist.get_backend(group) != "nccl":
+    """Fuse the collectives issued inside into one launch where the backend can (NCCL); gloo has no such thing.
+
+    Asynchronous ones: of synchronous ones NCCL records the end on a stream that they do not run on, so that its
+    watchdog would not see them hang.
+    """
+    if not uses_nccl(group, device):
         yield
         return
     with _coalescing_manager(group, device=device, async_ops=True) as manager:
         yield
-    works[:] = [manager]
+    works[:] = manager.works
 
 
 def broadcast_segments(segments: Sequence[Tensor], sources: Sequence[int], group: ProcessGroup) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ class DedicatedCommContext:
     """Side streams for the runtime's collectives, and the replicate group of an HSDP mesh.
 
     Attributes:
-        broadcast_stream: High priority; gathers weights over the shard dimension.
-        reduce_stream: High priority; reduces gradients over the shard dimension.
+        broadcast_stream: Gathers of weights over the shard dimension. High priority, as the next one, which counts for
+            backends that run collectives on it; NCCL runs them on a stream of the group, and this one waits.
+        reduce_stream: Reductions of gradients over the shard dimension.
         replicate_reduce_stream: Second stage of the HSDP gradient reduction. Apart from the publish, so that a large
             reduction does not stand in front of the weights the next forward waits for.
         replicate_broadcast_stream: Publish of updated weights over the replicate dimension.
         monitor: Notes what this rank issues and waits for; raises when the ranks have diverged.
         replicate_group: Group over the replicate dimension, ``None`` on a 1-D mesh.
 
-    On the CPU the streams are no-ops. Normally built by :func:`dmuon_hf.core.dedicate_params`.
+    Streams are made when they are first asked for, since not every device of a single process has any; on the CPU they
+    are no-ops. Normally built by :func:`dmuon_hf.core.dedicate_params`.
     """
 
     def __init__(
@@ -44,7 +47,19 @@ class DedicatedCommContext:
         self.device = DeviceHandle(device)
         self.device.host_wait = self.monitor.wait
         self.replicate_group = replicate_group
-        self.broadcast_stream: Any = self.device.new_stream(high_priority=True)
-        self.reduce_stream: Any = self.device.new_stream(high_priority=True)
-        self.replicate_reduce_stream: Any = self.device.new_stream(high_priority=False)
-        self.replicate_broadcast_stream: Any = self.device.new_stream(high_priority=False)
+
+    @cached_property
+    def broadcast_stream(self) -> Any:
+        return self.device.new_stream(high_priority=True)
+
+    @cached_property
+    def reduce_stream(self) -> Any:
+        return self.device.new_stream(high_priority=True)
+
+    @cached_property
+    def replicate_reduce_stream(self) -> Any:
+        return self.device.new_stream(high_priority=False)
+
+    @cached_property
+    def replicate_broadcast_stream(self) -> Any:
+        return self.device.new_stream(high_priority=False)

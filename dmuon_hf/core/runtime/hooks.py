@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -114,10 +115,16 @@ class _UnitHooks:
         self.backward.advance()
 
     def on_grad(self, i: int) -> Callable[[Tensor], None]:
+        # Weakly: torch keeps these hooks where the garbage collector does not look, so that a model they held would
+        # never be freed. A graph that can still call them holds the unit by its other hooks.
+        weak = weakref.ref(self)
+
         def hook(_: Tensor) -> None:
-            self.backward.begin()
-            self.unit.grad_arrived(i)
-            self.backward.advance()
+            hooks = weak()
+            assert hooks is not None
+            hooks.backward.begin()
+            hooks.unit.grad_arrived(i)
+            hooks.backward.advance()
 
         return hook
 

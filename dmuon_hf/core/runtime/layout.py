@@ -79,6 +79,19 @@ class PackedLayout:
             slot_segments=slot_segments,
         )
 
+    def gaps(self, buffer: Tensor, positions: Sequence[int]) -> list[Tensor]:
+        """What lies between the given matrices for alignment. It travels with them, so it must not stay uninitialised.
+
+        Nobody reads it, but a communicator that looks for NaN does.
+        """
+        gaps = []
+        for i in positions:
+            segment = self.segments[i]
+            end = segment.start + segment.numel
+            if end % _ALIGNMENT:
+                gaps.append(buffer[end : -(-end // _ALIGNMENT) * _ALIGNMENT])
+        return gaps
+
     def owned_by(self, slot: tuple[int, int]) -> list[int]:
         """Buffer positions of the matrices that ``slot`` owns."""
         return [i for i, owner in enumerate(self.owners) if owner == slot]

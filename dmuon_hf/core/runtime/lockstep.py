@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_hf.core.errors import LockstepError
@@ -32,7 +33,7 @@ from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.lockstep_positions import Position
 from dmuon_hf.core.runtime.lockstep_watch import LockstepWatch
 
-__all__ = ["Channel", "LockstepMonitor", "monitor_on"]
+__all__ = ["Channel", "LockstepMonitor", "monitor_on", "note_foreign"]
 
 _SLICE = timedelta(seconds=1)
 _TAIL = 64
@@ -69,6 +70,11 @@ class _Record:
         self.count = 0
         self.digest = 0
         self.tail: deque[str] = deque(maxlen=_TAIL)
+
+    def add(self, what: str) -> None:
+        self.count += 1
+        self.digest = (self.digest * 1000003 + zlib.crc32(what.encode())) & ((1 << _DIGEST_BITS) - 1)
+        self.tail.append(what)
 
 
 class _Waiting:
@@ -116,6 +122,7 @@ class LockstepMonitor:
         self.step = 0
         self.verdict: str | None = None
         self._records = [_Record() for _ in Channel]
+        self._foreign: dict[str, _Record] = {}
         self._scopes = [channel.name.lower() for channel in Channel]
         self._meetings = 0
         self._topology: Topology | None = None
@@ -160,11 +167,16 @@ class LockstepMonitor:
 
     def issue(self, channel: Channel, what: str) -> None:
         """Note that the collective called ``what`` is issued. About 1 us."""
-        record = self._records[channel]
-        record.count += 1
-        record.digest = (record.digest * 1000003 + zlib.crc32(what.encode())) & ((1 << _DIGEST_BITS) - 1)
-        record.tail.append(what)
+        self._records[channel].add(what)
         self.thread = threading.get_ident()
+        self.events += 1
+
+    def note(self, group: str, what: str) -> None:
+        """Note a collective of somebody else's on a process group, named alike on all its ranks. About 1 us.
+
+        All ranks of a group issue its collectives in one order, so these records are compared like the runtime's own.
+        """
+        self._foreign.setdefault(group, _Record()).add(what)
         self.events += 1
 
     def at(self, what: str) -> _Waiting:
@@ -265,11 +277,15 @@ class LockstepMonitor:
 
     # -- what the daemon reads ----------------------------------------------------------------------------------------
 
+    def counts(self) -> dict[str, int]:
+        """By channel of the runtime, how many collectives were issued."""
+        return {scope: record.count for scope, record in zip(self._scopes, self._records, strict=True)}
+
     def record(self) -> dict[str, tuple[int, Sequence[str]]]:
-        """By channel, how many collectives were issued and the last of them."""
-        return {
-            scope: (record.count, tuple(record.tail)) for scope, record in zip(self._scopes, self._records, strict=True)
-        }
+        """By channel and by group of others, how many collectives were issued and the last of them."""
+        # A copy in one call: the main thread may add a group meanwhile.
+        records = {**dict(zip(self._scopes, self._records, strict=True)), **self._foreign.copy()}
+        return {scope: (record.count, tuple(record.tail)) for scope, record in records.items()}
 
     def _lost_peer(self, failure: RuntimeError) -> str:
         verdict = self._watch.known_verdict() if self._watch is not None else None
@@ -292,6 +308,14 @@ def monitor_on(mesh: DeviceMesh) -> LockstepMonitor | None:
         if monitor is not None and monitor.is_open and monitor.mesh == mesh:
             return monitor
     return None
+
+
+def note_foreign(group: ProcessGroup, what: str) -> None:
+    """Have every monitor of this process note a collective that the runtime does not issue itself."""
+    for reference in _started:
+        monitor = reference()
+        if monitor is not None:
+            monitor.note(f"{group.group_desc} {group.group_name[:6]}", what)
 
 
 def _arrived(work: Any) -> bool:

@@ -5,7 +5,8 @@ On every rank the collectives of a program are issued in one order. Two ranks th
 different places of that order, so that one has issued more on some groups and never less on others. Therefore each of
 these is a proof, however slow or busy a rank may be:
 
-1. the same entry of the runtime's own record (the n-th collective of a channel) differs on two ranks;
+1. the same entry of a record (the n-th collective of one of the runtime's channels, or of FSDP2 on one process group)
+   differs on two ranks;
 2. two ranks each wait for a collective, and each has issued one, on a group they share, that the other has not;
 3. a rank has ended, by an exception, or with collectives missing that a waiting rank has issued.
 
@@ -13,8 +14,13 @@ Waiting alone proves nothing, nor does being far behind: a rank that saves, eval
 hour is behind the others and will arrive. One more rule covers collectives that were mixed up inside one group, where
 counting cannot tell them apart:
 
-4. every rank waits inside a collective, has issued as many as the others on every group, has not moved for three times
-   the limit, and two of them stand in different kinds of collective.
+4. every rank waits inside a collective that is known by name, has issued as many as the others on every group, has not
+   moved for one and a half times the limit, and two of them stand in different kinds of collective.
+
+The host of an accelerator waits in calls that look like any other, such as ``loss.item()``: it counts as waiting
+(``UNNAMED``) for the first three rules, which hold for any rank that stands still, and not for the fourth. For the
+second, what such a rank has issued on groups of the host does not count: its main thread would stand in that
+collective by name, so it was another thread, as that of an asynchronous checkpoint, which keeps no order with it.
 """
 
 from __future__ import annotations
@@ -24,9 +30,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-__all__ = ["MIXED_PATIENCE", "Position", "State", "find_divergence", "summary"]
+__all__ = ["MIXED_PATIENCE", "ON_HOST", "UNNAMED", "Position", "State", "find_divergence", "summary"]
 
 State = Literal["waits", "busy", "ended"]
+
+UNNAMED = "a call that has not returned"
+"""What a rank waits in that stands still, on an accelerator, outside of any known collective: perhaps no collective."""
+
+ON_HOST = " of the host"
+"""How the name of a group ends, on an accelerator, that carries tensors of the host only."""
 
 MIXED_PATIENCE = 1.5
 """Multiple of the limit after which rule 4 applies."""
@@ -52,7 +64,8 @@ class Position:
         raised: Whether an ended rank left through an exception.
         issued: Collectives issued so far, by process group and by channel of the runtime (``"on group ..."``). What
             two ranks both list they take part in together.
-        record: By channel of the runtime, how many collectives were issued and the last of them.
+        record: By channel of the runtime and by process group of FSDP2, how many collectives were issued and the last
+            of them.
         trail: Where in the caller's code that is, innermost first.
     """
 
@@ -116,9 +129,10 @@ def find_divergence(positions: Sequence[Position], *, limit: float) -> str | Non
 
 
 def _different_records(positions: Sequence[Position]) -> str | None:
-    first = positions[0]
-    for other in positions[1:]:
-        for channel in sorted(first.record.keys() & other.record.keys()):
+    first_with: dict[str, Position] = {}
+    for other in positions:
+        for channel in sorted(other.record):
+            first = first_with.setdefault(channel, other)
             difference = _first_difference(first.record[channel], other.record[channel])
             if difference is not None:
                 number, here, there = difference
@@ -161,12 +175,21 @@ def _crossed(waiting: Sequence[Position]) -> str | None:
     candidates = list(distinct.values())
     for i, a in enumerate(candidates):
         for b in candidates[i + 1 :]:
-            if a.lacks(b) and b.lacks(a):
+            ahead_a, ahead_b = _ahead(a, b), _ahead(b, a)
+            if ahead_a and ahead_b:
                 return (
-                    f"ranks disagree: {summary(waiting)}. Rank {a.rank} has issued {_counted(b.lacks(a))} that rank "
-                    f"{b.rank} has not, and rank {b.rank} {_counted(a.lacks(b))} that rank {a.rank} has not. {_ADVICE}"
+                    f"ranks disagree: {summary(waiting)}. Rank {a.rank} has issued {_counted(ahead_a)} that rank "
+                    f"{b.rank} has not, and rank {b.rank} {_counted(ahead_b)} that rank {a.rank} has not. {_ADVICE}"
                 )
     return None
+
+
+def _ahead(position: Position, other: Position) -> dict[str, int]:
+    """What the main thread of ``position`` has issued, and may wait for, that ``other`` has not issued."""
+    missing = other.lacks(position)
+    if position.what != UNNAMED:
+        return missing
+    return {where: count for where, count in missing.items() if not where.endswith(ON_HOST)}
 
 
 def _counted(missing: Mapping[str, int]) -> str:
@@ -177,6 +200,8 @@ def _counted(missing: Mapping[str, int]) -> str:
 
 def _mixed_up(waiting: Sequence[Position], positions: Sequence[Position], limit: float) -> str | None:
     if len(waiting) < len(positions) or any(p.seconds < MIXED_PATIENCE * limit for p in waiting):
+        return None
+    if any(p.what == UNNAMED for p in waiting):
         return None
     first = waiting[0]
     if any(p.lacks(first) or first.lacks(p) for p in waiting) or len({_kind(p) for p in waiting}) == 1:

@@ -21,6 +21,8 @@ from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.lockstep_exit import guard_exit, unguard_exit
 from dmuon_hf.core.runtime.lockstep_positions import (
     MIXED_PATIENCE,
+    ON_HOST,
+    UNNAMED,
     Position,
     State,
     find_divergence,
@@ -229,7 +231,7 @@ class LockstepWatch:
         """Whether the rank has issued nothing, and its thread stands where it stood, since the last look."""
         now = time.monotonic()
         issued, events = _issued(), monitor.events
-        sample = None if monitor.waiting_for else sample_thread(monitor.thread)
+        sample = None if monitor.waiting_for else _sample(monitor.thread)
         same = events == self._events and issued == self._issued and _unmoved(sample, self._sample)
         if events != self._events:
             self._quiet_since = now
@@ -248,7 +250,7 @@ class LockstepWatch:
         if sample.operation is not None:
             return sample.operation + (f" of {sample.subject}" if sample.subject else ""), False
         # An accelerator's host waits for collectives in calls that look like any other.
-        return ("a call that has not returned", False) if self._follow_host else None
+        return (UNNAMED, False) if self._follow_host else None
 
     def _act(self, monitor: LockstepMonitor, verdict: str, *, own: bool) -> None:
         """Let the main thread raise; end the process if it still stands there after a grace period.
@@ -282,7 +284,6 @@ class LockstepWatch:
     ) -> Position:
         monitor = self._monitor()
         assert monitor is not None
-        record = monitor.record()
         return Position(
             rank=self._rank,
             state=state,
@@ -292,10 +293,11 @@ class LockstepWatch:
             own=own,
             raised=raised,
             issued={
-                **{f"on group {group}": count for group, count in _issued().items()},
-                **{f"on channel {channel}": count for channel, (count, _) in record.items()},
+                **{f"on group {group}": count for group, count in _issued(mark_host=self._follow_host).items()},
+                # Without FSDP2's, which the counts of its process groups contain.
+                **{f"on channel {channel}": count for channel, count in monitor.counts().items()},
             },
-            record=record,
+            record=monitor.record(),
             trail=self._sample.trail if self._sample is not None else (),
         )
 
@@ -325,19 +327,32 @@ def _own_store(group: ProcessGroup) -> Any | None:
     return dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
 
 
+def _sample(thread: int) -> Sample | None:
+    """Where ``thread`` stands, or the main thread if it runs no Python: autograd's threads do only inside of hooks."""
+    sample = sample_thread(thread)
+    main = threading.main_thread().ident
+    return sample_thread(main) if sample is None and main is not None else sample
+
+
 def _unmoved(sample: Sample | None, before: Sample | None) -> bool:
     if sample is None or before is None:
         return sample is before
     return sample.signature == before.signature
 
 
-def _issued() -> dict[str, int]:
+def _issued(*, mark_host: bool = False) -> dict[str, int]:
     """Collectives issued so far by this rank, by process group, of every group it is in."""
     counts: dict[str, int] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):
-            counts[_label(group, name)] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            label = _label(group, name) + (ON_HOST if mark_host and _is_of_host(group) else "")
+            counts[label] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counts
+
+
+def _is_of_host(group: ProcessGroup) -> bool:
+    config = dist.get_backend_config(group)
+    return {part.rpartition(":")[2] for part in config.split(",")} <= {"gloo", "mpi"}
 
 
 def _label(group: ProcessGroup, name: str) -> str:

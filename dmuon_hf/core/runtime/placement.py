@@ -65,9 +65,9 @@ class OwnerBroadcast:
                 self._column.publish(versions)
             self._column.wait()
         layout, topology = self._layout, self._topology
+        self._copy_in(buffer)
 
         def issue() -> list[object]:
-            self._copy_in(buffer)
             if topology.shard_size == 1:
                 return []
             sources = [shard for shard, segment in enumerate(layout.shard_segments) if segment.numel]
@@ -91,3 +91,6 @@ class OwnerBroadcast:
         elif self._own:
             masters = [param.master for param in self._own_params]
             torch._foreach_copy_(self._layout.views(buffer, self._own), masters)
+            gaps = self._layout.gaps(buffer, self._own)
+            if gaps:
+                torch._foreach_zero_(gaps)

@@ -64,12 +64,12 @@ class ColumnCopy:
         self._context.monitor.issue(Channel.REPLICATE, f"publish of {self._name}")
 
         def issue() -> list[object]:
-            if self._own_views:
-                torch._foreach_copy_(self._own_views, [param.master for param in self._own_params])
             segments: list[Tensor] = [segment.of(self.buffer) for _, segment in self._slots]
             return broadcast_segments(segments, [replicate for replicate, _ in self._slots], self._group)
 
         with torch.no_grad():
+            if self._own_views:
+                torch._foreach_copy_(self._own_views, [param.master for param in self._own_params])
             self._in_flight = issue_on(
                 self._context.device, self._context.replicate_broadcast_stream, [self.buffer], issue
             )

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.runtime.collectives import InFlight, exchange_to_owners, issue_on, reduce_segments_to_owners
+from dmuon_hf.core.runtime.collectives import (
+    InFlight,
+    exchange_to_owners,
+    issue_on,
+    reduce_segments_to_owners,
+    uses_nccl,
+)
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.layout import PackedLayout, Segment
 
@@ -33,7 +38,7 @@ class _Stage:
         self._me = me
         self._context = context
         self._stream = stream
-        self._exchange = dist.get_backend(group) != "nccl"
+        self._exchange = not uses_nccl(group, context.device.device)
 
     @property
     def own(self) -> Segment:
@@ -119,14 +124,14 @@ class OwnerReduction:
     @torch.no_grad()
     def launch(self, grads: Sequence[Tensor | None]) -> PendingReduction:
         """Start reducing this rank's gradients (buffer order; ``None`` is zero). Collective over the shard group."""
-        # The alignment gaps stay as they are: nobody reads them on the other side.
         packed = torch.empty(self._layout.numel, dtype=self._dtype, device=self._topology.device)
         present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
         missing = [i for i, grad in enumerate(grads) if grad is None]
         if present:
             torch._foreach_copy_(self._layout.views(packed, [i for i, _ in present]), [grad for _, grad in present])
-        if missing:
-            torch._foreach_zero_(self._layout.views(packed, missing))
+        blank = self._layout.views(packed, missing) + self._layout.gaps(packed, range(len(grads)))
+        if blank:
+            torch._foreach_zero_(blank)
         return PendingReduction(self._shard_stage.issue(packed), self._replicate_stage, self._topology.size)
 
     def own_views(self, bucket: Tensor) -> list[Tensor]:

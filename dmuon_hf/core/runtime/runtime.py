@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan
@@ -150,10 +151,16 @@ class Runtime:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def agree(self, values: Tensor) -> Tensor:
-        """:meth:`maximum` once per optimizer step, which also compares what the ranks have gathered. Collective."""
+        """:meth:`maximum` once per optimizer step, which also compares what the ranks have gathered. Collective.
+
+        Returns:
+            The agreed values on the host, which waits for the device here and nowhere else in a step.
+        """
         monitor = self.context.monitor
-        digests = monitor.digests().to(values)
-        agreed = self._all_reduce(torch.cat([values, digests]), dist.ReduceOp.MAX, "optimizer agreement")
+        what = "optimizer agreement"
+        digests = host_to_device(monitor.digests(), values.device)
+        with monitor.at(what):
+            agreed = self._all_reduce(torch.cat([values, digests]), dist.ReduceOp.MAX, what).cpu()
         monitor.compare(agreed[values.numel() :])
         return agreed[: values.numel()]
 

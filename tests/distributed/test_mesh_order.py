@@ -1,0 +1,66 @@
+"""The package's own groups: ranks in the order of the mesh, the timeout that the user set."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon_hf.core as dmuon
+from dmuon_hf.core.runtime import require_runtime
+from tests.distributed.training import HYPER, full
+from tests.harness import run_ranks
+from tests.harness.models import dense_batch, rank_part, tiny_mlp
+
+
+def is_proj(name: str, param: torch.nn.Parameter) -> bool:
+    return "proj" in name
+
+
+def one_step(rank: int, world: int, names: tuple[str, str]) -> dict[str, Any]:
+    """A step of HSDP with the dimensions of the root mesh in the order of ``names``."""
+    model = tiny_mlp()
+    for name, param in model.named_parameters():
+        param.requires_grad_("proj" in name)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+    dmuon.dedicate_params(model, mesh["shard"], is_proj, replicate_mesh=mesh["replicate"])
+    optimizer = dmuon.Muon(model, **HYPER)
+    model(rank_part(dense_batch(0, batch=48), rank, world)).backward()
+    optimizer.step()
+    topology = require_runtime(model).topology
+    return {
+        "ranks": dist.get_process_group_ranks(topology.flat_group),
+        "place": topology.flat_rank(topology.slot) == dist.get_rank(topology.flat_group),
+        "weights": {name: full(param) for name, param in model.named_parameters() if "proj" in name},
+    }
+
+
+def test_mesh_with_the_shard_dimension_first_trains_like_one_with_the_replicate_dimension_first() -> None:
+    usual = run_ranks(one_step, 4, ("replicate", "shard"))
+    other = run_ranks(one_step, 4, ("shard", "replicate"))
+    assert usual[0]["ranks"] == [0, 1, 2, 3]
+    assert other[0]["ranks"] == [0, 2, 1, 3]
+    for result in other:
+        assert result["place"]
+        for name, weight in result["weights"].items():
+            torch.testing.assert_close(weight, usual[0]["weights"][name], rtol=1e-4, atol=1e-6)
+
+
+def timeouts(rank: int, world: int) -> list[float]:
+    dist.init_process_group("gloo", timeout=timedelta(hours=2))
+    model = tiny_mlp()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    dmuon.dedicate_params(model, mesh["shard"], is_proj, replicate_mesh=mesh["replicate"])
+    topology = require_runtime(model).topology
+    assert topology.mesh is not None
+    groups = [topology.shard_group, topology.replicate_group, topology.flat_group, topology.mesh.get_group()]
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups if group is not None]
+
+
+def test_groups_wait_as_long_as_the_user_told_the_default_group() -> None:
+    for seconds in run_ranks(timeouts, 4, init=False):
+        assert seconds == [7200.0] * 4
