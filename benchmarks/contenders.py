@@ -182,8 +182,10 @@ def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
         dmuon.dedicate_params(
             model, shard_mesh, _is_matrix, reshard_after_forward=mode.reshard, replicate_mesh=replicate_mesh
         )
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=mode.reshard)
+    else:
+        # What ownership leaves of a layer, its norms, joins the group of the root, as in `dmuon_hf.small_rests`.
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=mode.reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=mode.reshard)
     if mode.optimizer == "adamw":
         return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))

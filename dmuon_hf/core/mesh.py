@@ -113,7 +113,9 @@ def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *,
     flat_ranks = [rank for row in grid for rank in row]
     if len(set(flat_ranks)) != len(flat_ranks):
         raise ConfigurationError(f"mesh and replicate_mesh overlap instead of forming a grid: {grid}")
-    flat_group = clone_group(flat_ranks, like=shard_group, purpose="control")
+    both = (shard_group, replicate_group)
+    flat_group = clone_group(flat_ranks, like=shard_group, purpose="control", across=both)
+    flat_mesh_group = clone_group(flat_ranks, like=shard_group, purpose="mesh", across=both)
     if isolated:
         shard_group = clone_group(shard_ranks, like=shard_group, purpose="shard")
         replicate_ranks = dist.get_process_group_ranks(replicate_group)
@@ -124,9 +126,7 @@ def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *,
         replicate_size=replicate_size,
         shard_rank=mesh.get_local_rank(),
         replicate_rank=replicate_mesh.get_local_rank(),
-        mesh=DeviceMesh.from_group(
-            clone_group(flat_ranks, like=shard_group, purpose="mesh"), mesh.device_type, mesh_dim_names=("dmuon_dp",)
-        ),
+        mesh=DeviceMesh.from_group(flat_mesh_group, mesh.device_type, mesh_dim_names=("dmuon_dp",)),
         shard_group=shard_group,
         replicate_group=replicate_group,
         flat_group=flat_group,

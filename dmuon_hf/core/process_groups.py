@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = ["clone_group", "live_clones"]
 
@@ -24,7 +27,9 @@ _Key = tuple[str, str, tuple[int, ...]]
 _clones: weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
-def clone_group(ranks: Sequence[int], *, like: ProcessGroup, purpose: str) -> ProcessGroup:
+def clone_group(
+    ranks: Sequence[int], *, like: ProcessGroup, purpose: str, across: Sequence[ProcessGroup] = ()
+) -> ProcessGroup:
     """A group over ``ranks`` with the backend of ``like``, made once per purpose.
 
     It waits as long as ``like`` or the default group, whichever is more patient: what the user gave
@@ -38,6 +43,11 @@ def clone_group(ranks: Sequence[int], *, like: ProcessGroup, purpose: str) -> Pr
         ranks: Global ranks, in the order that gives the group ranks.
         like: Group whose backend is used.
         purpose: Clones for different purposes are different communicators.
+        across: Groups that together connect all ``ranks``; ``like`` by default.
+
+    Raises:
+        ConfigurationError: on all ranks, if they belong to different numbers of groups: torch names the new one after
+            that number, so that they would wait for each other in vain.
     """
     world = dist.group.WORLD
     if world is None:
@@ -46,6 +56,7 @@ def clone_group(ranks: Sequence[int], *, like: ProcessGroup, purpose: str) -> Pr
     backend = dist.get_backend(like)
     key = (purpose, backend, tuple(ranks))
     if key not in cached:
+        _require_equal_counts(across or (like,))
         # Older releases of torch have no such argument, and sort.
         in_order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
         group = dist.new_group(
@@ -60,6 +71,19 @@ def clone_group(ranks: Sequence[int], *, like: ProcessGroup, purpose: str) -> Pr
             raise RuntimeError(f"rank {dist.get_rank()} is not among the ranks {list(ranks)} of the group it asked for")
         cached[key] = group
     return cached[key]
+
+
+def _require_equal_counts(across: Sequence[ProcessGroup]) -> None:
+    mine = len(dist.distributed_c10d._world.pg_names)
+    bounds = torch.tensor([mine, -mine], device=dist.distributed_c10d._get_object_coll_device(across[0]))
+    for group in across:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if most != least:
+        raise ConfigurationError(
+            f"the ranks of this mesh belong to different numbers of process groups, {least} to {most}, and torch can "
+            "make no further group over them then. Make groups of only some of these ranks after dedicate_params()"
+        )
 
 
 def _longest_timeout(*groups: ProcessGroup) -> timedelta | None:

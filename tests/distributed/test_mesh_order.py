@@ -1,15 +1,17 @@
-"""The package's own groups: ranks in the order of the mesh, the timeout that the user set."""
+"""The package's own groups: ranks in the order of the mesh, the timeout that the user set, groups of the user's."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import require_runtime
 from tests.distributed.training import HYPER, full
 from tests.harness import run_ranks
@@ -64,3 +66,31 @@ def timeouts(rank: int, world: int) -> list[float]:
 def test_groups_wait_as_long_as_the_user_told_the_default_group() -> None:
     for seconds in run_ranks(timeouts, 4, init=False):
         assert seconds == [7200.0] * 4
+
+
+def with_a_group_of_some_ranks(rank: int, world: int, hsdp: bool, before: bool) -> str | None:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    if not hsdp:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    replicate_mesh = mesh["replicate"] if hsdp else None
+    if before:
+        dist.new_group([0, 1, 2])
+    try:
+        dmuon.dedicate_params(tiny_mlp(), mesh["shard"], is_proj, replicate_mesh=replicate_mesh)
+    except ConfigurationError as error:
+        return str(error)
+    dist.new_group([0, 1, 2])
+    dmuon.dedicate_params(tiny_mlp(), mesh["shard"], is_proj, replicate_mesh=replicate_mesh)
+    return None
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_group_of_only_some_ranks_made_before_is_an_error_on_all(hsdp: bool) -> None:
+    for message in run_ranks(with_a_group_of_some_ranks, 4, hsdp, True):
+        assert message is not None
+        assert "different numbers of process groups" in message
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_group_of_only_some_ranks_made_afterwards_disturbs_no_further_model(hsdp: bool) -> None:
+    assert run_ranks(with_a_group_of_some_ranks, 4, hsdp, False) == [None] * 4

@@ -133,6 +133,6 @@ def test_model_saved_on_the_main_process_only_is_an_error_that_says_who_waits_wh
     outcomes = run_ranks(
         _save_on_main_process_only, 2, str(tmp_path), init=False, env=env, grace=20, expect_failure=True
     )
-    assert all(outcome.status in ("raised", "died") and outcome.seconds < 30 for outcome in outcomes)
+    assert all(outcome.status in ("raised", "died") for outcome in outcomes)
     message = error_of(outcomes[0])
     assert "rank 0 waits in get_model_state_dict" in message and "rank 1 waits in torch.distributed.barrier" in message
