@@ -268,16 +268,16 @@ def forward_backward(
     shape: LlamaShape, plan: Plan, method: Method, layout: Layout, machine: Machine, *, tokens: int, sequence: int
 ) -> PassTime:
     """Compute of ``tokens`` tokens per rank, and the gathers and reductions of one synchronised pass."""
-    fsdp_calls = shape.layers + 1
     if method == "dmuon":
         matrices = _weights_and_gradients(
             shape.matrix_numel, layout, machine, calls=_shard_calls(plan, machine), all_reduce=False
         )
-        rest = _weights_and_gradients(shape.rest_numel, layout, machine, calls=fsdp_calls, all_reduce=True)
+        # Norms travel with embedding and head, in the group of the root.
+        rest = _weights_and_gradients(shape.rest_numel, layout, machine, calls=1, all_reduce=True)
         communication = matrices + rest
     else:
         numel = shape.matrix_numel + shape.rest_numel
-        communication = _weights_and_gradients(numel, layout, machine, calls=fsdp_calls, all_reduce=True)
+        communication = _weights_and_gradients(numel, layout, machine, calls=shape.layers + 1, all_reduce=True)
     compute = tokens * shape.flops_per_token(sequence) / machine.compute_rate
     return PassTime(compute, communication)
 
