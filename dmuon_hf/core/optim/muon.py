@@ -261,6 +261,9 @@ class Muon(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, accumulated and in flight; all ranks call it together.
 
+        That includes what FSDP2 keeps of passes under ``no_sync``, or of one that an exception ended, which the
+        ``zero_grad`` of other optimizers leaves for the next step.
+
         ``set_to_none=False`` zeroes the gradients of the adamw route instead. Those of dedicated matrices are dropped
         always: a zero gradient would count as one, and decay the momentum.
         """

@@ -20,6 +20,7 @@ from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 __all__ = ["install_patch", "uninstall_patch"]
 
 SYNC_LISTENER = "_dmuon_set_requires_sync"
+ZERO_LISTENER = "_dmuon_grads_zeroed"
 
 # The functions that it imports are no declared part of it.
 _fsdp_param_group: Any = _param_group_module
@@ -30,8 +31,9 @@ def install_patch() -> None:
     """Make ``fully_shard`` skip dedicated parameters. Runs on import of :mod:`dmuon_hf.core`; safe to repeat.
 
     Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever
-    accumulates gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way, and
-    has FSDP2's gathers and reductions noted for the comparison of ranks that wait for each other.
+    accumulates gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way; lets
+    ``FSDPModule.zero_grad`` reach the gradients that FSDP2 keeps elsewhere than on the parameters it shows; and has
+    FSDP2's gathers and reductions noted for the comparison of ranks that wait for each other.
     """
     if _originals:
         return
@@ -58,6 +60,14 @@ def install_patch() -> None:
             if listener is not None:
                 listener(requires_gradient_sync)
 
+    def zero_grad(self: FSDPModule, set_to_none: bool = True) -> None:
+        super(FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        assert isinstance(self, nn.Module)
+        for module in self.modules():
+            listener = module.__dict__.get(ZERO_LISTENER)
+            if listener is not None:
+                listener(set_to_none)
+
     def foreach_all_gather(fsdp_params: list[Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         note_foreign(group, f"FSDP2 all-gather of {_subject(fsdp_params)}")
         return all_gather(fsdp_params, group, *args, **kwargs)
@@ -75,6 +85,7 @@ def install_patch() -> None:
     _originals["reduce"] = reduce
     _fsdp_init._get_managed_states = get_managed_states
     FSDPModule.set_requires_gradient_sync = set_requires_gradient_sync  # type: ignore[method-assign]
+    FSDPModule.zero_grad = zero_grad  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_all_gather = foreach_all_gather
     _fsdp_param_group.foreach_reduce = foreach_reduce
 
@@ -85,6 +96,7 @@ def uninstall_patch() -> None:
         return
     _fsdp_init._get_managed_states = _originals.pop("managed")
     FSDPModule.set_requires_gradient_sync = _originals.pop("set_sync")  # type: ignore[method-assign]
+    del FSDPModule.zero_grad  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_all_gather = _originals.pop("all_gather")
     _fsdp_param_group.foreach_reduce = _originals.pop("reduce")
 

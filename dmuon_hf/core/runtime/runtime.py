@@ -18,7 +18,8 @@ from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
-from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER
+from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interrupted_pass, zero_sharded_grads
+from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER, ZERO_LISTENER
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
 from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher
@@ -54,7 +55,7 @@ class Runtime:
         self.backward = BackwardPass(self.units, delay_second_stage=delay_second_stage)
         self.prefetcher = Prefetcher(self.units)
         self._root: nn.Module | None = None
-        self._fsdp_modules: list[FSDPModule] | None = None
+        self._fsdp_modules: list[FSDPModule] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """The runtime of a deep copy of the model, in one process; a model on a mesh is not copied (nor is FSDP2's)."""
@@ -80,6 +81,7 @@ class Runtime:
             unit.module.__dict__[SYNC_LISTENER] = self._listener(unit)
         if self.units:
             register_root_hooks(root, self.backward, self.prefetcher)
+            root.__dict__[ZERO_LISTENER] = self._on_module_zeroed
 
     def _listener(self, unit: Unit) -> object:
         def set_requires_sync(requires_sync: bool) -> None:
@@ -110,13 +112,13 @@ class Runtime:
         forward that no backward followed, and would use them again after the step: it is told to give them up.
 
         Raises:
-            DMuonError: The last backward pass ended with an exception, or gradients of passes under ``no_sync`` were
-                never reduced.
+            DMuonError: A backward pass since gradients were zeroed ended with an exception, or gradients of passes
+                under ``no_sync`` were never reduced.
         """
-        if self.backward.active:
+        if self.backward.active or self.backward.interrupted:
             raise DMuonError(
-                "the last backward pass did not finish, so its gradients are incomplete: call optimizer.zero_grad() "
-                "and run the batch again before optimizer.step()"
+                "a backward pass did not finish, so the gradients are incomplete: call optimizer.zero_grad() and run "
+                "the batch again before optimizer.step()"
             )
         for module in self._fsdp():
             module.reshard()
@@ -128,8 +130,8 @@ class Runtime:
             )
 
     def _fsdp(self) -> list[FSDPModule]:
-        # Looked up late: fully_shard comes after dedicate_params.
-        if self._fsdp_modules is None:
+        # Looked up late, and again while there is none: fully_shard comes after dedicate_params.
+        if not self._fsdp_modules:
             modules = self._root.modules() if self._root is not None else ()
             self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
         return self._fsdp_modules
@@ -142,11 +144,26 @@ class Runtime:
         return [seen[name] for name in self.dedicated]
 
     def discard_grads(self) -> None:
-        """Drop gradients that are accumulated on this rank or in flight, and those of an unfinished pass."""
+        """Drop gradients that are accumulated on this rank or in flight, and those of an unfinished pass.
+
+        Of dedicated parameters and of those of FSDP2 alike; what is on a ``.grad`` that the caller can reach stays.
+        """
         self.backward.abandon()
         for unit in self.units:
             unit.discard_grads()
-        self.backward.reset_count()
+        for module in self._fsdp():
+            if self.backward.interrupted:
+                end_interrupted_pass(module)
+            discard_unreduced_grads(module)
+        self.backward.reset()
+
+    def _on_module_zeroed(self, set_to_none: bool) -> None:
+        """After ``zero_grad`` of the model, which reached the parameters that its modules hold at the moment."""
+        for param in self.dedicated.values():
+            param.param.grad = None
+        for module in self._fsdp():
+            zero_sharded_grads(module, set_to_none=set_to_none)
+        self.discard_grads()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 

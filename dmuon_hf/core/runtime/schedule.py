@@ -49,7 +49,8 @@ class BackwardPass:
 
     Attributes:
         active: Whether a pass has begun and not ended.
-        synchronised: Passes that reduced gradients since the last :meth:`reset_count`.
+        interrupted: Whether a pass was abandoned since the last :meth:`reset`.
+        synchronised: Passes that reduced gradients since the last :meth:`reset`.
     """
 
     def __init__(self, units: Sequence[Unit], *, delay_second_stage: bool) -> None:
@@ -58,6 +59,7 @@ class BackwardPass:
         self._cursor = -1
         self._draining: Unit | None = None
         self.active = False
+        self.interrupted = False
         self.synchronised = 0
 
     def begin(self) -> None:
@@ -108,17 +110,19 @@ class BackwardPass:
         self.synchronised += synchronised
         self.active = False
 
-    def abandon(self) -> bool:
-        """Drop a pass that an exception ended midway; true if there was one. Not to be called inside a pass."""
+    def abandon(self) -> None:
+        """Drop a pass that an exception ended midway, if there was one. Does nothing inside a pass."""
         if not self.active or graph_task() != -1:
-            return False
+            return
         self.active = False
+        self.interrupted = True
         self._cursor = -1
         self._draining = None
         for unit in self._units:
             unit.discard_grads()
             unit.end_pass()
-        return True
 
-    def reset_count(self) -> None:
+    def reset(self) -> None:
+        """Start over: gradients were zeroed."""
+        self.interrupted = False
         self.synchronised = 0
