@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -74,11 +73,12 @@ def clone_group(
 
 
 def _require_equal_counts(across: Sequence[ProcessGroup]) -> None:
-    mine = len(dist.distributed_c10d._world.pg_names)
-    bounds = torch.tensor([mine, -mine], device=dist.distributed_c10d._get_object_coll_device(across[0]))
+    least = most = len(dist.distributed_c10d._world.pg_names)
     for group in across:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    most, least = int(bounds[0]), -int(bounds[1])
+        if dist.get_backend(group) != "fake":
+            counts = [(least, most)] * dist.get_world_size(group)
+            dist.all_gather_object(counts, (least, most), group=group)
+            least, most = min(low for low, _ in counts), max(high for _, high in counts)
     if most != least:
         raise ConfigurationError(
             f"the ranks of this mesh belong to different numbers of process groups, {least} to {most}, and torch can "
