@@ -340,7 +340,7 @@ def run_script(*, exit_grace: int, abort: int) -> list[tuple[int, str]]:
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=250)[1] for process in processes]
+        errors = [process.communicate(timeout=600)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

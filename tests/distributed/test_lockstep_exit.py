@@ -45,6 +45,6 @@ def test_exit_waits_for_a_monitor_inside_the_store() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr

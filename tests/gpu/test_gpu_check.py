@@ -20,12 +20,14 @@ def run_script(*arguments: str, directory: Path = ROOT, path: str = "") -> subpr
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=180, env=environment, cwd=directory
+        command, check=False, capture_output=True, text=True, timeout=600, env=environment, cwd=directory
     )
 
 
 def test_every_section_runs_on_a_cpu_from_any_directory(tmp_path):
-    done = run_script("--device", "cpu", "--tiny", "--apart", "--json", "check.json", directory=tmp_path)
+    done = run_script(
+        "--device", "cpu", "--tiny", "--apart", "--seconds", "3600", "--json", "check.json", directory=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads((tmp_path / "check.json").read_text())["sections"]
     checks = {name: section["checks"] for name, section in sections.items()}

@@ -57,7 +57,7 @@ def newest_ptxas() -> Path | None:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=600, check=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", text)
     assert found is not None, text
     return tuple(map(int, found.groups()))
@@ -72,7 +72,7 @@ def assemble(ptx: str, directory: Path, *, threads: int, dynamic_shared_bytes: i
     source = directory / "kernel.ptx"
     source.write_text(ptx)
     command = [ptxas, "-v", f"-arch={target[1]}", source, "-o", directory / "kernel.cubin"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     report = done.stderr + done.stdout
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))

@@ -180,7 +180,7 @@ def test_old_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_import_needs_no_compiler() -> None:
     code = "import sys, dmuon_hf.core.ns.backends.cute_sm80; sys.exit('cutlass' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600, check=False).returncode == 0
 
 
 def test_variant_is_compiled_once_per_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def bench(monkeypatch, tmp_path):
 
 def on_ranks(world: int, main: Callable[[RankGroup, int], Any]) -> list[Any]:
     """What ``main`` returns or raises on each rank, one thread per rank."""
-    barrier = threading.Barrier(world, timeout=30)
+    barrier = threading.Barrier(world, timeout=600)
     sent: list[torch.Tensor] = [torch.empty(0)] * world
     outcomes: list[Any] = [None] * world
 

@@ -310,7 +310,7 @@ def test_importing_the_package_imports_no_compiler():
         "import sys; from dmuon_hf.core import ns; ns.NewtonSchulz(); "
         "assert not {'cutlass', 'quack', 'triton'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
 
 
 def test_triton_in_its_interpreter_orthogonalises():
@@ -321,7 +321,7 @@ def test_triton_in_its_interpreter_orthogonalises():
         "assert ns.kernel_name == 'triton'; assert relative_error(ns(G), exact(G)) < 1e-2"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600, env=environment)
 
 
 def test_unknown_kernel_names_the_choices():

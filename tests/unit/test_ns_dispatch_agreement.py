@@ -14,7 +14,7 @@ from dmuon_hf.core.ns.syrk_kernel import SyrkKernel
 
 def on_ranks(objects: list[NewtonSchulz]) -> list[Exception | None]:
     """What each of these ranks raises, one thread per rank."""
-    barrier = threading.Barrier(len(objects), timeout=30)
+    barrier = threading.Barrier(len(objects), timeout=600)
     sent: list[torch.Tensor] = [torch.empty(0)] * len(objects)
     raised: list[Exception | None] = [None] * len(objects)
 

@@ -89,7 +89,7 @@ def test_import_and_use_on_a_cpu_leave_cuda_alone():
         "import torch; from dmuon_hf.core import ns; ns.NewtonSchulz()(torch.ones(2, 3)); "
         "assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
