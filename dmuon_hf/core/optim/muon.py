@@ -21,6 +21,7 @@ from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, sca
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
+from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
 from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
 from dmuon_hf.core.optim.unbuilt import require_defaults, require_effect
 from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
@@ -45,7 +46,9 @@ class Muon(Optimizer):
     ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale`` and keeps ``momentum_buffer`` in fp32; route ``"adamw"``
     adds ``betas``, ``eps`` and keeps the state of ``torch.optim.AdamW``. The learning rate of a muon group is
     multiplied by the factor of ``lr_scale`` for the shape of each logical matrix. Nothing else is read by ``step``,
-    so schedulers, and callers that change or swap groups, work as with any optimizer.
+    so schedulers, and callers that change or swap groups, work as with any optimizer. ``defaults`` holds ``lr``,
+    ``momentum`` and ``weight_decay`` of the muon route: a schedule with one absolute bound bounds the Muon rate and
+    keeps the ratio of the others to it, and one that cycles momentum cycles ``momentum`` and ``betas[0]``.
 
     A step is skipped on all ranks, weights and state untouched, when any gradient on any rank is infinite or NaN; it is
     counted in ``skipped_steps``. A matrix that no rank saw a gradient for is left alone: no decay, no momentum decay.
@@ -169,7 +172,10 @@ class Muon(Optimizer):
         """Statistics of the most recent ``clip_grad_norm_``."""
         lowered = self._lower(param_groups, defaults)
         self._names = [group.names for group in lowered]
-        super().__init__([group.as_param_group() for group in lowered], {})
+        super().__init__(
+            [group.as_param_group() for group in lowered],
+            schedule_defaults(lr=lr, momentum=momentum, weight_decay=weight_decay),
+        )
         self._autotune()
         if not defer_state:
             self._reset_state()
@@ -215,6 +221,9 @@ class Muon(Optimizer):
         if "route" not in param_group:
             raise ConfigurationError("Muon's groups are fixed at construction: pass them as Muon(param_groups=...)")
         super().add_param_group(param_group)
+        if param_group["route"] == "adamw":
+            # From the defaults, which are those of the muon route.
+            del param_group["momentum"]
 
     def rebind(self, model: nn.Module) -> None:
         """Point every group at the current parameters of ``model``, by canonical name, with fresh state.
@@ -239,6 +248,11 @@ class Muon(Optimizer):
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """State and hyperparameters, as ``torch.optim.Optimizer.state_dict``."""
+        take_cycled_momentum(self.param_groups)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and hyperparameters; momentum keeps fp32. See ``torch.optim.Optimizer.load_state_dict``.
 
@@ -246,6 +260,7 @@ class Muon(Optimizer):
             ConfigurationError: The groups differ, or state is missing or misshapen; nothing is changed.
         """
         check_loadable(self.param_groups, self._names, state_dict)
+        take_cycled_momentum(self.param_groups)
         before, state_before = self.param_groups, self.state
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
@@ -305,6 +320,7 @@ class Muon(Optimizer):
             for matrix, has_grad in zip(runtime.dedicated.values(), verdict.reached, strict=True)
             if has_grad
         }
+        take_cycled_momentum(self.param_groups)
         for group in self.param_groups:
             if group["route"] == "muon":
                 self._step_muon(group, [reached[id(p)] for p in group["params"] if id(p) in reached])
