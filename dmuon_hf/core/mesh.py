@@ -13,7 +13,7 @@ from dmuon_hf.core.device import device_of_mesh
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.process_groups import clone_group
 
-__all__ = ["Topology", "local_topology", "topology_from_meshes"]
+__all__ = ["Topology", "check_policy", "local_topology", "topology_from_meshes"]
 
 PROCESS_GROUP_POLICIES = ("isolated", "shared")
 
@@ -54,6 +54,11 @@ class Topology:
         """This rank's owner slot ``(shard, replicate)``."""
         return (self.shard_rank, self.replicate_rank)
 
+    @property
+    def ranks(self) -> list[int] | None:
+        """Global ranks of the grid; ``None`` in a single process."""
+        return None if self.mesh is None else self.mesh.mesh.flatten().tolist()
+
     def flat_rank(self, slot: tuple[int, int]) -> int:
         """Rank within ``mesh`` of the owner slot ``(shard, replicate)``."""
         shard, replicate = slot
@@ -63,6 +68,12 @@ class Topology:
 def local_topology(device: torch.device) -> Topology:
     """The topology of one process without a process group."""
     return Topology(device, 1, 1, 0, 0, None, None, None, None)
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a ``process_group_policy`` that there is not; also where there are no groups."""
+    if policy not in PROCESS_GROUP_POLICIES:
+        raise ConfigurationError(f"process_group_policy must be one of {PROCESS_GROUP_POLICIES}, got {policy!r}")
 
 
 def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *, policy: str) -> Topology:
@@ -78,8 +89,7 @@ def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *,
     Raises:
         ConfigurationError: A mesh is not 1-D, the policy is unknown, or the two meshes do not form a grid.
     """
-    if policy not in PROCESS_GROUP_POLICIES:
-        raise ConfigurationError(f"process_group_policy must be one of {PROCESS_GROUP_POLICIES}, got {policy!r}")
+    check_policy(policy)
     for label, candidate in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
         if candidate is not None and candidate.ndim != 1:
             raise ConfigurationError(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
-from dmuon_hf.core.mesh import Topology, local_topology, topology_from_meshes
+from dmuon_hf.core.mesh import Topology, check_policy, local_topology, topology_from_meshes
 from dmuon_hf.core.plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
 from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
@@ -62,7 +62,9 @@ def dedicate_params(
 
     Call it once, before ``fully_shard``, on every rank of the meshes, in the same order: it is a collective that
     compares the ranks' plans. With ``mesh=None`` (one process without a process group) the parameters stay plain and
-    every call of this package works the same. An argument that would change nothing in the chosen mode is refused.
+    every call of this package works the same. An argument that the chosen mode does not need changes nothing there, so
+    that one script runs on every mesh: what is about several ranks in one process, about replicas on a 1-D mesh, about
+    the choice of owners under a strategy that does not choose.
 
     Args:
         model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global
@@ -107,7 +109,8 @@ def dedicate_params(
 
     Raises:
         ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
-            is already distributed, or an argument is wrong or would change nothing.
+            is already distributed, an argument is wrong, or ``master_dtype`` or ``source_rank`` is given in one
+            process.
         LockstepError: The ranks' plans differ; the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
@@ -120,28 +123,8 @@ def dedicate_params(
         param_policy_fn=(param_policy_fn, None),
     )
     strategy = _setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
-    _refuse_without_effect(
-        {
-            "in one process without a mesh": mesh is None,
-            "without replicate_mesh": replicate_mesh is None,
-            f"with owner_strategy={strategy!r}": True,
-            "without hook_boundary_predicate": hook_boundary_predicate is None,
-            "beside hook_boundary_resolver, which takes precedence": hook_boundary_resolver is not None,
-        },
-        compute_dtype=compute_dtype,
-        reshard_after_forward=None if reshard_after_forward else False,
-        hook_boundary_strict=None if hook_boundary_strict else False,
-        assignment_group_key_fn=assignment_group_key_fn,
-        max_owners_per_group=max_owners_per_group,
-        owner_strategy=owner_strategy,
-        owner_cost_model=owner_cost_model,
-        hsdp_column_balance=hsdp_column_balance,
-        pack_small_params=pack_small_params,
-        delay_stage2_to_optimizer=None if delay_stage2_to_optimizer else False,
-        process_group_policy=process_group_policy,
-        master_dtype=master_dtype,
-        source_rank=source_rank,
-    )
+    if mesh is None:
+        _refuse_without_effect(master_dtype=master_dtype, source_rank=source_rank)
     if runtime_of(model) is not None:
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
@@ -207,42 +190,13 @@ def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
             )
 
 
-_OF_SEVERAL_RANKS = (
-    "compute_dtype",
-    "reshard_after_forward",
-    "assignment_group_key_fn",
-    "max_owners_per_group",
-    "owner_strategy",
-    "owner_cost_model",
-    "pack_small_params",
-    "process_group_policy",
-    "master_dtype",
-    "source_rank",
-)
-_IDLE: Mapping[str, tuple[str, ...]] = {
-    "in one process without a mesh": _OF_SEVERAL_RANKS,
-    "without replicate_mesh": ("hsdp_column_balance", "delay_stage2_to_optimizer"),
-    "with owner_strategy='round_robin'": ("hsdp_column_balance",),
-    "with owner_strategy='rank0'": (
-        "hsdp_column_balance",
-        "assignment_group_key_fn",
-        "max_owners_per_group",
-        "pack_small_params",
-    ),
-    "without hook_boundary_predicate": ("hook_boundary_strict",),
-    "beside hook_boundary_resolver, which takes precedence": ("hook_boundary_strict",),
-}
-"""Arguments that change nothing, by the circumstance."""
-
-
-def _refuse_without_effect(circumstances: Mapping[str, bool], **given: object) -> None:
-    """Refuse what the caller chose (a value other than ``None``) where it would change nothing."""
-    for circumstance, holds in circumstances.items():
-        for name in _IDLE.get(circumstance, ()) if holds else ():
-            if given[name] is not None:
-                raise ConfigurationError(
-                    f"dedicate_params({name}={given[name]!r}) has no effect {circumstance}: leave it out"
-                )
+def _refuse_without_effect(**given: object) -> None:
+    """Refuse arguments of ours about several ranks in one process; those of the reference are taken on every mesh."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"dedicate_params({name}={value!r}) has no effect in one process without a mesh: leave it out"
+            )
 
 
 def _select(
@@ -327,6 +281,7 @@ def _topology(
             "mesh=None is for one process, but the process group has "
             f"{dist.get_world_size()} ranks: pass init_device_mesh(device, (world_size,))"
         )
+    check_policy(policy)
     return local_topology(next(model.parameters()).device)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import DedicatedCommContext, DedicatedParam, Runtime, require_runtime, runtime_of
 
 __all__ = [
@@ -55,19 +54,13 @@ def prepare_muon_grads(model: nn.Module, *, use_reduce_stream: bool = False, coa
 
     Args:
         model: A model that ``dedicate_params`` was called on.
-        use_reduce_stream, coalesce_wait: Ways to wait for gradients that are still on their way. None are here, so only
-            the default is accepted.
+        use_reduce_stream: A way to wait for gradients that are still on their way. None are here: it changes nothing.
+        coalesce_wait: As ``use_reduce_stream``.
 
     Raises:
-        ConfigurationError: One of the ways to wait was asked for, or the model has no dedicated parameters.
+        ConfigurationError: The model has no dedicated parameters.
         DMuonError: The last backward pass ended with an exception.
     """
-    for name, value in (("use_reduce_stream", use_reduce_stream), ("coalesce_wait", coalesce_wait)):
-        if value:
-            raise ConfigurationError(
-                f"prepare_muon_grads({name}={value!r}) has no effect: gradients are final when backward() returns, so "
-                "there is nothing to wait for. Leave it out"
-            )
     require_runtime(model).prepare_grads()
 
 

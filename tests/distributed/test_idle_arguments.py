@@ -1,18 +1,20 @@
-"""An argument that would change nothing in the chosen mode is refused, never ignored."""
+"""One script runs on every mesh: arguments of the reference are taken where they change nothing, ours are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
+from tests.distributed.optim_setup import whole_weights
 from tests.harness import run_ranks
-from tests.harness.models import tiny_mlp
+from tests.harness.models import dense_batch, rank_part, tiny_mlp
 
 
 def is_proj(name: str, param: nn.Parameter) -> bool:
@@ -27,105 +29,85 @@ def any_module(module: nn.Module) -> bool:
     return True
 
 
-def owner_module(name: str, param: nn.Parameter) -> nn.Module:
-    return tiny_mlp()
+SET_UP: list[dict[str, Any]] = [
+    {"compute_dtype": torch.float32, "reshard_after_forward": False, "delay_stage2_to_optimizer": False},
+    {"owner_strategy": "lpt", "owner_cost_model": "numel", "pack_small_params": False, "hsdp_column_balance": False},
+    {"owner_strategy": "round_robin", "hsdp_column_balance": True, "pack_small_params": True},
+    {
+        "owner_strategy": "rank0",
+        "hsdp_column_balance": True,
+        "assignment_group_key_fn": one_group,
+        "max_owners_per_group": 1,
+        "pack_small_params": True,
+    },
+    {"process_group_policy": "shared", "hook_boundary_strict": False},
+    {"process_group_policy": "isolated", "hook_boundary_predicate": any_module, "hook_boundary_strict": False},
+    {"muon_forward_unshard": "broadcast", "tp_buffer_reuse": False, "replicate_broadcast_bucket_mb": 0.0},
+]
+OPTIMIZER: list[dict[str, Any]] = [
+    {"replicate_async": False, "group_prepare_ahead": False, "forward_prefetch_depth": 2},
+    {"replicate_async": True, "first_step_progress_log": False, "first_step_progress_log_limit": 3},
+]
+CALLS = [{"use_reduce_stream": stream, "coalesce_wait": wait} for stream in (False, True) for wait in (False, True)]
+MESHES = {"one process": 1, "1-d": 2, "hsdp": 4}
 
 
-IN_ONE_PROCESS: dict[str, Any] = {
-    "compute_dtype": torch.bfloat16,
-    "reshard_after_forward": False,
-    "assignment_group_key_fn": one_group,
-    "max_owners_per_group": 1,
-    "owner_strategy": "lpt",
-    "owner_cost_model": "numel",
-    "pack_small_params": False,
-    "process_group_policy": "shared",
-    "master_dtype": torch.float64,
-    "source_rank": 0,
-    "hsdp_column_balance": True,
-    "delay_stage2_to_optimizer": False,
-    "hook_boundary_strict": False,
-}
+def trained(mesh: str, set_up: dict[str, Any], optimizer: dict[str, Any], call: dict[str, bool]) -> dict[str, Tensor]:
+    """Weights after two steps of one and the same script."""
+    model = tiny_mlp()
+    if mesh == "one process":
+        dmuon.dedicate_params(model, None, is_proj, **set_up)
+    elif mesh == "1-d":
+        grid = init_device_mesh("cpu", (2,))
+        dmuon.dedicate_params(model, grid, is_proj, **set_up)
+        fully_shard(model, mesh=grid)
+    else:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        dmuon.dedicate_params(model, grid["shard"], is_proj, replicate_mesh=grid["replicate"], **set_up)
+        fully_shard(model, mesh=grid)
+    muon = dmuon.Muon(model, **optimizer)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for step in range(2):
+        muon.zero_grad()
+        model(rank_part(dense_batch(step, batch=8), rank, world)).backward()
+        dmuon.prepare_muon_grads(model, **call)
+        muon.step()
+    return whole_weights(model)
 
 
-@pytest.mark.parametrize(("name", "value"), IN_ONE_PROCESS.items())
-def test_argument_about_several_ranks_is_refused_in_one_process(name: str, value: Any) -> None:
-    with pytest.raises(dmuon.ConfigurationError, match=rf"{name}=.* has no effect"):
+def scripts(rank: int, world: int, mesh: str) -> None:
+    expected = trained("one process", {}, {}, {}) if world == 1 else trained(mesh, {}, {}, {})
+    for i in range(max(len(SET_UP), len(OPTIMIZER), len(CALLS))):
+        found = trained(mesh, SET_UP[i % len(SET_UP)], OPTIMIZER[i % len(OPTIMIZER)], CALLS[i % len(CALLS)])
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5, msg=f"{i} {name}")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_documented_arguments_are_taken_and_train_alike_on_every_mesh(mesh: str) -> None:
+    if mesh == "one process":
+        scripts(0, 1, mesh)
+    else:
+        run_ranks(scripts, MESHES[mesh], mesh)
+
+
+@pytest.mark.parametrize(("name", "value"), {"master_dtype": torch.float64, "source_rank": 0}.items())
+def test_argument_of_ours_about_several_ranks_is_refused_in_one_process(name: str, value: Any) -> None:
+    with pytest.raises(dmuon.ConfigurationError, match=rf"{name}=.* has no effect in one process"):
         dmuon.dedicate_params(tiny_mlp(), None, is_proj, **{name: value})
 
 
-ON_A_1D_MESH: list[tuple[dict[str, Any], str, str]] = [
-    ({"hsdp_column_balance": False}, "hsdp_column_balance", "without replicate_mesh"),
-    ({"delay_stage2_to_optimizer": False}, "delay_stage2_to_optimizer", "without replicate_mesh"),
-    ({"owner_strategy": "rank0", "assignment_group_key_fn": one_group}, "assignment_group_key_fn", "'rank0'"),
-    ({"owner_strategy": "rank0", "max_owners_per_group": 1}, "max_owners_per_group", "'rank0'"),
-    ({"owner_strategy": "rank0", "pack_small_params": True}, "pack_small_params", "'rank0'"),
-    ({"hook_boundary_strict": False}, "hook_boundary_strict", "without hook_boundary_predicate"),
-    (
-        {
-            "hook_boundary_predicate": any_module,
-            "hook_boundary_resolver": owner_module,
-            "hook_boundary_strict": False,
-        },
-        "hook_boundary_strict",
-        "beside hook_boundary_resolver",
-    ),
-]
-UNDER_HSDP: list[tuple[dict[str, Any], str, str]] = [
-    ({"owner_strategy": "round_robin", "hsdp_column_balance": True}, "hsdp_column_balance", "'round_robin'"),
-    ({"owner_strategy": "rank0", "hsdp_column_balance": True}, "hsdp_column_balance", "'rank0'"),
-]
-
-
-def refused(call: Callable[[], Any], argument: str, circumstance: str) -> None:
-    with pytest.raises(dmuon.ConfigurationError) as error:
-        call()
-    message = str(error.value)
-    assert f"{argument}=" in message and "has no effect" in message and circumstance in message, message
-
-
-def refusals_on_meshes(rank: int, world: int) -> None:
-    grid = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
-    mesh = init_device_mesh("cpu", (world,))
-    for arguments, argument, circumstance in ON_A_1D_MESH:
-        refused(
-            lambda given=arguments: dmuon.dedicate_params(tiny_mlp(), mesh, is_proj, **given), argument, circumstance
-        )
-    for arguments, argument, circumstance in UNDER_HSDP:
-        given = {"replicate_mesh": grid["replicate"], **arguments}
-        refused(
-            lambda given=given: dmuon.dedicate_params(tiny_mlp(), grid["shard"], is_proj, **given),
-            argument,
-            circumstance,
-        )
-    model = tiny_mlp()
-    dmuon.dedicate_params(model, mesh, is_proj)
-    refused(lambda: dmuon.Muon(model, replicate_async=False), "replicate_async", "with one replica")
-
-
-def test_argument_that_the_mode_or_another_argument_makes_idle_is_refused() -> None:
-    run_ranks(refusals_on_meshes, 2)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "circumstance"),
+    "arguments",
     [
-        ({"replicate_async": False}, "with one replica"),
-        ({"forward_prefetch_depth": 2}, "in one process"),
-        ({"first_step_progress_log": False, "first_step_progress_log_limit": 3}, "first_step_progress_log=False"),
+        {"process_group_policy": "mine"},
+        {"owner_strategy": "best"},
+        {"owner_cost_model": "free"},
+        {"max_owners_per_group": 0},
     ],
+    ids=str,
 )
-def test_optimizer_argument_without_effect_is_refused(arguments: dict[str, Any], circumstance: str) -> None:
-    model = tiny_mlp()
-    dmuon.dedicate_params(model, None, is_proj)
-    with pytest.raises(dmuon.ConfigurationError, match=f"has no effect .*{circumstance}"):
-        dmuon.Muon(model, **arguments)
-
-
-@pytest.mark.parametrize("argument", ["use_reduce_stream", "coalesce_wait"])
-def test_way_to_wait_for_gradients_that_are_final_already_is_refused(argument: str) -> None:
-    model = tiny_mlp()
-    dmuon.dedicate_params(model, None, is_proj)
-    dmuon.prepare_muon_grads(model, use_reduce_stream=False, coalesce_wait=False)
-    with pytest.raises(dmuon.ConfigurationError, match=f"{argument}=True.* final when backward"):
-        dmuon.prepare_muon_grads(model, **{argument: True})
+def test_value_that_is_not_documented_is_refused_in_one_process_too(arguments: dict[str, Any]) -> None:
+    (name, value) = next(iter(arguments.items()))
+    with pytest.raises(dmuon.ConfigurationError, match=rf"{name}.*{value!r}"):
+        dmuon.dedicate_params(tiny_mlp(), None, is_proj, **arguments)

@@ -169,7 +169,6 @@ def refusals(rank: int, world: int) -> dict[str, str]:
                 tiny_mlp(), mesh, is_proj, hook_boundary_resolver=lambda n, p: nn.Linear(1, 1)
             )
         ),
-        "no effect": message_of(lambda: dmuon.dedicate_params(tiny_mlp(), mesh, is_proj, hsdp_column_balance=True)),
         "unbuilt": message_of(lambda: dmuon.dedicate_params(tiny_mlp(), mesh, is_proj, param_policy={})),
     }
     model = tiny_mlp()
@@ -198,7 +197,6 @@ def test_wrong_input_is_refused_with_what_to_change() -> None:
         "vector": ("ConfigurationError", "ln.weight"),
         "boundary": ("ConfigurationError", "hook_boundary_strict=False"),
         "resolver": ("ConfigurationError", "must return a module of the model"),
-        "no effect": ("ConfigurationError", "without replicate_mesh"),
         "unbuilt": ("NotImplementedError", "param_policy"),
         "twice": ("ConfigurationError", "already called"),
         "sharded": ("ConfigurationError", "before fully_shard"),

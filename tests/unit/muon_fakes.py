@@ -57,7 +57,9 @@ class FakeRuntime:
 
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
-        self.topology = SimpleNamespace(device=torch.device("cpu"), is_distributed=True, is_hsdp=True, slot=(0, 0))
+        self.topology = SimpleNamespace(
+            device=torch.device("cpu"), is_distributed=True, is_hsdp=True, slot=(0, 0), ranks=None
+        )
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))
             for name, param in model.named_parameters()

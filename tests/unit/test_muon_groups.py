@@ -243,7 +243,6 @@ def test_argument_out_of_range_is_refused_by_name(
     ("argument", "value"),
     [
         ("record_step_profile", True),
-        ("group_prepare_ahead", False),
         ("tp_distributed_gram", True),
         ("tp_distributed_gram_policy", "always"),
         ("tp_distributed_gram_max_factor_to_scatter_ratio", 0.9),

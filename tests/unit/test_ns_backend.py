@@ -164,9 +164,9 @@ def test_unknown_backend_raises_with_the_choices():
         NewtonSchulz("svd")
 
 
-def test_restarts_for_direct_raise():
-    with pytest.raises(ConfigurationError, match="no effect with backend='direct'"):
-        NewtonSchulz("direct", restart_iterations=[2])
+def test_restarts_say_nothing_to_direct():
+    G = gaussian(12, 20)
+    assert torch.equal(NewtonSchulz("direct", restart_iterations=[2])(G), NewtonSchulz("direct")(G))
 
 
 @pytest.mark.parametrize(

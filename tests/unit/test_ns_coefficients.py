@@ -13,6 +13,7 @@ from dmuon_hf.core.ns import (
     NewtonSchulz,
     direct_newton_schulz,
     gram_newton_schulz,
+    gram_newton_schulz_factors,
     newton_schulz,
 )
 from dmuon_hf.core.ns.coefficients import schedule
@@ -121,3 +122,26 @@ def test_functions_take_the_documented_arguments_in_order():
         "deterministic",
         "dtype",
     ]
+
+
+FUNCTIONS = [newton_schulz, gram_newton_schulz, direct_newton_schulz]
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, gram_newton_schulz_factors], ids=lambda f: f.__name__)
+def test_functions_run_five_steps_by_default(function):
+    assert inspect.signature(function).parameters["steps"].default == 5
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_a_table_says_how_many_steps_there_are(function):
+    G = gaussian(6, 9)
+    for table in (YOU_COEFFICIENTS[:3], [*YOU_COEFFICIENTS, *YOU_COEFFICIENTS[-2:]]):
+        assert torch.equal(function(G, steps=5, coefficients=table), function(G, coefficients=table))
+        assert relative_error(function(G, coefficients=table), exact(G, schedule(table))) < 1e-4
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_steps_count_where_no_table_is_given(function):
+    G = gaussian(6, 9)
+    for steps in (2, 5, 7):
+        assert relative_error(function(G, steps), exact(G, schedule(None, steps))) < 1e-4

@@ -40,7 +40,8 @@ class NewtonSchulz:
             construction, for the current device.
         coefficients: ``(a, b, c)`` per step; ``None`` means ``POLAR_EXPRESS_COEFFICIENTS``.
         restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses by
-            coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16.
+            coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16. Says
+            nothing to ``"direct"``, which forms the Gram matrix anew in every step.
         deterministic: The same as ``kernel="cublas"`` when ``kernel`` is ``"auto"``; an explicit kernel wins, with a
             warning.
         dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
@@ -57,9 +58,8 @@ class NewtonSchulz:
             without it or with ``deterministic``.
 
     Raises:
-        ConfigurationError: an unknown name, a malformed table, restarts for ``"direct"``, which has none, a
-            ``gram_dtype`` that is not wider than ``dtype``, CUDA graphs on a machine without CUDA, or ``autotune=True``
-            together with ``deterministic=True``.
+        ConfigurationError: an unknown name, a malformed table, a ``gram_dtype`` that is not wider than ``dtype``, CUDA
+            graphs on a machine without CUDA, or ``autotune=True`` together with ``deterministic=True``.
         NotImplementedError: a kernel that cannot run on this machine; the message says what is missing.
     """
 
@@ -81,11 +81,6 @@ class NewtonSchulz:
         if self.backend not in BACKENDS:
             choices = ", ".join(repr(name) for name in BACKENDS)
             raise ConfigurationError(f"backend={self.backend!r} is no Newton-Schulz algorithm: choose from {choices}.")
-        if self.backend == "direct" and self.restart_iterations is not None:
-            raise ConfigurationError(
-                "restart_iterations has no effect with backend='direct', which forms the Gram matrix anew in every "
-                "step; leave it at None or use backend='gram'."
-            )
         supported_dtype(self.dtype)
         self._check_gram_dtype()
         # Stored as tuples: equality and the hash do not depend on whether lists or tuples were given.

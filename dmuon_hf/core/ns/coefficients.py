@@ -14,6 +14,7 @@ __all__ = [
     "YOU_COEFFICIENTS",
     "Coefficients",
     "Row",
+    "rows_of_call",
     "schedule",
 ]
 
@@ -60,6 +61,16 @@ def schedule(coefficients: Coefficients | None = None, steps: int | None = None)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"Newton-Schulz needs a whole number of steps, at least 1; got steps={steps!r}.")
     return table[:steps] + table[-1:] * (steps - len(table))
+
+
+def rows_of_call(coefficients: Coefficients | None, steps: int) -> tuple[Row, ...]:
+    """The rows that a Newton-Schulz function runs: a table that was given, once; else ``steps`` of the default one.
+
+    Raises:
+        ConfigurationError: as :func:`schedule`.
+    """
+    rows = schedule(coefficients, steps)
+    return rows if coefficients is None else schedule(coefficients)
 
 
 def _rows(coefficients: Coefficients) -> tuple[Row, ...]:

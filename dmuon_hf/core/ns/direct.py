@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmuon_hf.core.ns.coefficients import Coefficients, Row, schedule
+from dmuon_hf.core.ns.coefficients import Coefficients, Row, rows_of_call
 from dmuon_hf.core.ns.inputs import DEFAULT_EPS, is_tall
 from dmuon_hf.core.ns.iteration import orthogonalize
 from dmuon_hf.core.ns.kernels import Kernel, resolve_kernel
@@ -15,7 +15,7 @@ __all__ = ["direct_newton_schulz", "iterate_direct"]
 
 def direct_newton_schulz(
     G: Tensor,
-    steps: int | None = None,
+    steps: int = 5,
     eps: float = DEFAULT_EPS,
     coefficients: Coefficients | None = None,
     *,
@@ -28,10 +28,10 @@ def direct_newton_schulz(
 
     Args:
         G: ``(m, n)`` or a batch ``(B, m, n)``; float16, bfloat16, float32 or float64.
-        steps: Rows of ``coefficients`` to run, the last one repeated beyond the end. ``None`` runs each row once:
-            five steps of the default table.
+        steps: Iterations when no ``coefficients`` are given: rows of the default table, the last one repeated beyond
+            its end. A table that is given says itself how many there are.
         eps: Added to the norm of ``G`` after its largest entry was scaled to between 1 and 2.
-        coefficients: ``(a, b, c)`` per step; ``None`` means ``DEFAULT_COEFFICIENTS``.
+        coefficients: ``(a, b, c)`` per step, each run once; ``None`` means ``DEFAULT_COEFFICIENTS``.
         dtype: What to iterate in. ``None``: float16 on accelerators; on a CPU float32, or bfloat16 for bfloat16 input
             where the CPU multiplies it natively; always float64 for float64 input. float16 on a CPU works and is very
             slow.
@@ -43,7 +43,7 @@ def direct_newton_schulz(
     Raises:
         ConfigurationError: an argument outside the above.
     """
-    rows, kernel = schedule(coefficients, steps), resolve_kernel()
+    rows, kernel = rows_of_call(coefficients, steps), resolve_kernel()
     return orthogonalize(G, lambda X: iterate_direct(X, rows, kernel), eps=eps, dtype=dtype, kernel=kernel)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dmuon_hf.core.ns.coefficients import Coefficients, Row, schedule
+from dmuon_hf.core.ns.coefficients import Coefficients, Row, rows_of_call
 from dmuon_hf.core.ns.inputs import (
     DEFAULT_EPS,
     check_eps,
@@ -38,7 +38,7 @@ __all__ = [
 
 def newton_schulz(
     G: Tensor,
-    steps: int | None = None,
+    steps: int = 5,
     eps: float = DEFAULT_EPS,
     coefficients: Coefficients | None = None,
     restart_iterations: Sequence[int] | None = None,
@@ -51,7 +51,7 @@ def newton_schulz(
 
 def gram_newton_schulz(
     G: Tensor,
-    steps: int | None = None,
+    steps: int = 5,
     eps: float = DEFAULT_EPS,
     coefficients: Coefficients | None = None,
     restart_iterations: Sequence[int] | None = None,
@@ -66,10 +66,10 @@ def gram_newton_schulz(
 
     Args:
         G: ``(m, n)`` or a batch ``(B, m, n)``; float16, bfloat16, float32 or float64.
-        steps: Rows of ``coefficients`` to run, the last one repeated beyond the end. ``None`` runs each row once:
-            five steps of the default table.
+        steps: Iterations when no ``coefficients`` are given: rows of the default table, the last one repeated beyond
+            its end. A table that is given says itself how many there are.
         eps: Added to the norm of ``G`` after its largest entry was scaled to between 1 and 2.
-        coefficients: ``(a, b, c)`` per step; ``None`` means ``DEFAULT_COEFFICIENTS``.
+        coefficients: ``(a, b, c)`` per step, each run once; ``None`` means ``DEFAULT_COEFFICIENTS``.
         restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses
             by coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16.
             ``[]`` means none, which is inaccurate in 16 bits.
@@ -85,7 +85,7 @@ def gram_newton_schulz(
     Raises:
         ConfigurationError: an argument outside the above.
     """
-    rows, kernel = schedule(coefficients, steps), resolve_kernel(deterministic=deterministic)
+    rows, kernel = rows_of_call(coefficients, steps), resolve_kernel(deterministic=deterministic)
 
     def iterate(X: Tensor) -> Tensor:
         return iterate_gram(X, segments(rows, restart_iterations, X.dtype), kernel)
@@ -96,7 +96,7 @@ def gram_newton_schulz(
 @torch.no_grad()
 def gram_newton_schulz_factors(
     G: Tensor,
-    steps: int | None = None,
+    steps: int = 5,
     eps: float = DEFAULT_EPS,
     coefficients: Coefficients | None = None,
     restart_iterations: Sequence[int] | None = None,
@@ -121,7 +121,7 @@ def gram_newton_schulz_factors(
     """
     check_matrix(G)
     check_eps(eps)
-    rows, kernel = schedule(coefficients, steps), resolve_kernel(deterministic=deterministic)
+    rows, kernel = rows_of_call(coefficients, steps), resolve_kernel(deterministic=deterministic)
     X, scale, norm = normalizer(G, eps, compute_dtype(G, supported_dtype(dtype)))
     factors = _factors(X, segments(rows, restart_iterations, X.dtype), kernel, X.dtype)[0]
     whole = scale * norm

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.optim.clip_global import muon_optimizer
+from dmuon_hf.core.optim.clip_global import MuonGradClipStats, muon_optimizer
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.norms import clip_coefficient, norm_power, root_of_power, scale_
 from dmuon_hf.core.runtime.collectives import uses_nccl
@@ -31,6 +31,7 @@ __all__ = [
     "try_clip_optimizer_grad_norm_buckets_",
 ]
 
+_MUON: Final = 1
 _NO_EXTENSION: Final = "there is no compiled extension: torch's multi-tensor kernels were used"
 
 
@@ -40,6 +41,14 @@ class GradClipBucket:
 
     name: str
     grads: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank holds of a gradient, and the weight of its elements in a sum over ranks."""
+
+    local: Tensor
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +93,39 @@ def clip_grad_norm_buckets_(
     process_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
 ) -> SegmentedGradClipResult:
-    """Clip each bucket to 2-norm ``max_norm`` by itself.
+    """Clip each bucket to 2-norm ``max_norm`` by itself: one norm and one coefficient on all ranks.
 
-    With a ``process_group`` this is one collective over it, whatever a rank holds: all its ranks pass the same
-    buckets in the same order, each with its part of the gradients.
+    One collective over ``process_group``, whatever a rank holds: all its ranks call it with the same buckets in the
+    same order, each with its part of the gradients. The parts may differ in number, and be none. An infinite or NaN
+    gradient on one rank leaves the bucket as it is on all.
+
+    What counts, each element once:
+
+    - A DTensor, owned tensors included: its local part. Copies count as one, along the dimensions of its mesh that it
+      is replicated over, and where its mesh covers only a part of the group (a norm's weight under tensor parallelism).
+    - A plain tensor: as this rank's own part, different from those of the other ranks. Nothing tells plain gradients
+      that every rank holds alike (DDP) from parts: clip those with ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        buckets: Segments; DTensors count with their local part.
+        buckets: Segments.
         max_norm: Bound of every segment; ``None`` only takes the norms.
-        process_group: Ranks over which the gradients are divided; ``None`` where each rank holds them whole.
+        process_group: Ranks over which the gradients are divided. By default all ranks of the process group, which is
+            the data-parallel group where there is no other parallelism; under pipeline parallelism pass the group of
+            the stage. Without a process group this process holds everything.
         chunk_size: Most tensors in one multi-tensor call; ``None`` for all.
 
     Raises:
-        ConfigurationError: An argument is out of range, or a gradient is sharded and no ``process_group`` is given.
+        ConfigurationError: An argument is out of range.
     """
     _check(buckets, max_norm, chunk_size)
-    locals_ = [_local_grads(bucket, process_group) for bucket in buckets]
-    device = _device(locals_, process_group)
-    powers = _powers(locals_, device, chunk_size)
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+    parts = [_parts(bucket, ranks) for bucket in buckets]
+    powers = _powers(parts, _device(parts, process_group), chunk_size)
     if process_group is not None:
         dist.all_reduce(powers, group=process_group)
-    return _clip(buckets, locals_, powers, max_norm, chunk_size)
+    return _clip(buckets, parts, powers, max_norm, chunk_size)
 
 
 @torch.no_grad()
@@ -118,26 +139,40 @@ def try_clip_optimizer_grad_norm_buckets_(
 ) -> SegmentedGradClipResult | None:
     """Clip the segments ``regular``, ``muon`` and ``adamw``, each by its own norm. Collective over all ranks.
 
-    The muon segment is what ``optimizer`` owns, its norm always taken over all data-parallel ranks; ``process_group``
-    is that of the other two, as in :func:`clip_grad_norm_buckets_`. The documented ``None``, for an install that
-    cannot clip this way, is never returned: torch's multi-tensor kernels are always there.
+    The muon segment is what ``optimizer`` owns, its norm always taken over all data-parallel ranks, and its statistics
+    become ``optimizer.last_muon_grad_clip_stats``. ``process_group`` is that of the other two, by default the
+    data-parallel ranks of the model; what counts is as in :func:`clip_grad_norm_buckets_`. The documented ``None``, for
+    an install that cannot clip this way, is never returned: torch's multi-tensor kernels are always there.
     """
     muon = muon_optimizer(optimizer)
-    muon.runtime.prepare_grads()
-    device = muon.runtime.topology.device
+    runtime = muon.runtime
+    runtime.prepare_grads()
     buckets = [
         GradClipBucket("regular", regular_grads),
         GradClipBucket("muon", list(muon.owned_gradients().values())),
         GradClipBucket("adamw", adamw_grads),
     ]
     _check(buckets, max_norm, None)
-    locals_ = [_local_grads(bucket, process_group) for bucket in buckets]
-    powers = _powers(locals_, device, None)
-    muon_power = muon.runtime.reduce_sum(powers[1:2].clone())
+    ranks = runtime.topology.ranks if process_group is None else dist.get_process_group_ranks(process_group)
+    parts = [_parts(bucket, ranks) for bucket in buckets]
+    powers = _powers(parts, runtime.topology.device, None)
+    count = powers.new_full((1,), len(parts[_MUON]))
+    *reduced, matrices = runtime.reduce_sum(torch.cat([powers, count])).unbind()
     if process_group is not None:
         dist.all_reduce(powers, group=process_group)
-    powers[1:2] = muon_power
-    return _clip(buckets, locals_, powers, max_norm, None)
+        reduced = [powers[0], reduced[_MUON], powers[2]]
+    result = _clip(buckets, parts, torch.stack(reduced), max_norm, None)
+    segment = result.bucket_stats[_MUON]
+    muon.last_muon_grad_clip_stats = MuonGradClipStats(
+        total_norm=segment.total_norm,
+        max_norm=max_norm,
+        norm_type=2.0,
+        clip_coef=segment.clip_coef,
+        clipped=segment.clipped,
+        param_count=int(matrices),
+        found_inf=segment.found_inf,
+    )
+    return result
 
 
 def _check(buckets: Sequence[GradClipBucket], max_norm: float | None, chunk_size: int | None) -> None:
@@ -150,45 +185,64 @@ def _check(buckets: Sequence[GradClipBucket], max_norm: float | None, chunk_size
         raise ConfigurationError(f"bucket names must be distinct, got {names}")
 
 
-def _local_grads(bucket: GradClipBucket, process_group: ProcessGroup | None) -> list[Tensor]:
-    for grad in bucket.grads:
-        if process_group is None and isinstance(grad, DTensor) and any(isinstance(p, Shard) for p in grad.placements):
-            raise ConfigurationError(
-                f"bucket {bucket.name!r} holds sharded gradients: pass the process_group they are sharded over"
-            )
-    return [local_tensor(grad, f"a gradient of bucket {bucket.name!r}") for grad in bucket.grads]
+def _parts(bucket: GradClipBucket, ranks: Sequence[int] | None) -> list[_Part]:
+    return [
+        _Part(local_tensor(grad, f"a gradient of bucket {bucket.name!r}"), 1.0 / _copies(grad, ranks))
+        for grad in bucket.grads
+    ]
 
 
-def _device(locals_: Sequence[Sequence[Tensor]], process_group: ProcessGroup | None) -> torch.device:
-    """Where the norms are combined: with the gradients; on a rank without any, where its group communicates."""
-    for grads in locals_:
-        for grad in grads:
-            return grad.device
+def _copies(grad: Tensor, ranks: Sequence[int] | None) -> float:
+    """How many of ``ranks`` hold what this rank holds of ``grad``."""
+    if ranks is None or not isinstance(grad, DTensor):
+        return 1.0
+    mesh, coordinate = grad.device_mesh, grad.device_mesh.get_coordinate()
+    if coordinate is None:
+        return 1.0
+    alike = mesh.mesh[
+        tuple(
+            slice(None) if placement.is_replicate() else place
+            for placement, place in zip(grad.placements, coordinate, strict=True)
+        )
+    ]
+    group = set(ranks)
+    copies = len(group.intersection(alike.flatten().tolist()))
+    return copies * len(group) / len(group.intersection(mesh.mesh.flatten().tolist()))
+
+
+def _device(parts: Sequence[Sequence[_Part]], process_group: ProcessGroup | None) -> torch.device:
+    """Where norms are combined: where the group communicates, the same on all its ranks, else with the gradients."""
+    if process_group is None:
+        return next((part.local.device for each in parts for part in each), torch.device("cpu"))
     cuda = torch.device("cuda")
-    if process_group is not None and cuda in process_group._device_types and uses_nccl(process_group, cuda):
+    if cuda in process_group._device_types and uses_nccl(process_group, cuda):
         return cuda
     return torch.device("cpu")
 
 
-def _powers(locals_: Sequence[Sequence[Tensor]], device: torch.device, chunk_size: int | None) -> Tensor:
-    """``sum x^2`` of each bucket's local part, fp64 ``(buckets,)``."""
-    powers = [norm_power(grads, 2.0, device=device, chunk_size=chunk_size) for grads in locals_]
-    return torch.stack(powers) if powers else torch.zeros(0, dtype=torch.float64, device=device)
+def _powers(parts: Sequence[Sequence[_Part]], device: torch.device, chunk_size: int | None) -> Tensor:
+    """This rank's contribution to ``sum x^2`` of each bucket, fp64 ``(buckets,)``."""
+    powers = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    for index, each in enumerate(parts):
+        for weight in dict.fromkeys(part.weight for part in each):
+            alike = [part.local for part in each if part.weight == weight]
+            powers[index] += weight * norm_power(alike, 2.0, device=device, chunk_size=chunk_size)
+    return powers
 
 
 def _clip(
     buckets: Sequence[GradClipBucket],
-    locals_: Sequence[Sequence[Tensor]],
+    parts: Sequence[Sequence[_Part]],
     powers: Tensor,
     max_norm: float | None,
     chunk_size: int | None,
 ) -> SegmentedGradClipResult:
     """Scale each bucket by what its reduced power asks for; one device synchronisation."""
     stats = []
-    for bucket, grads, power in zip(buckets, locals_, powers.tolist(), strict=True):
+    for bucket, each, power in zip(buckets, parts, powers.tolist(), strict=True):
         total_norm = root_of_power(power, 2.0)
         coefficient = clip_coefficient(total_norm, max_norm)
-        scale_(grads, coefficient, chunk_size=chunk_size)
+        scale_([part.local for part in each], coefficient, chunk_size=chunk_size)
         stats.append(
             GradClipBucketStats(
                 name=bucket.name,
@@ -196,7 +250,7 @@ def _clip(
                 max_norm=max_norm,
                 clip_coef=coefficient,
                 clipped=coefficient < 1.0,
-                param_count=len(grads),
+                param_count=len(each),
                 found_inf=not math.isfinite(total_norm),
                 fastpath=False,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +39,8 @@ class Layout(Protocol):
     def is_hsdp(self) -> bool: ...
     @property
     def slot(self) -> tuple[int, int]: ...
+    @property
+    def ranks(self) -> Sequence[int] | None: ...
 
 
 class OptimizerRuntime(Protocol):

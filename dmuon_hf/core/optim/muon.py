@@ -23,7 +23,7 @@ from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
 from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
-from dmuon_hf.core.optim.unbuilt import require_defaults, require_effect
+from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
 from dmuon_hf.core.optim.verdict import agree_on_step
 from dmuon_hf.core.optim.workload import newton_schulz_calls
@@ -71,17 +71,17 @@ class Muon(Optimizer):
             parameter is in exactly one. Each becomes ``<name>/muon`` and ``<name>/adamw``, made where not empty.
         ns_backend: ``"gram"``, ``"direct"``, ``"auto"`` or a ``NewtonSchulz``.
         nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
-        replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``.
+        replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``. With
+            one replica nothing is published.
         record_step_profile: Not built; ``True`` raises.
-        group_prepare_ahead: Gradients are prepared as soon as they are reduced, which is what ``True`` asks for;
-            ``False`` raises.
+        group_prepare_ahead: Changes nothing: gradients are complete when ``backward()`` returns.
         tp_distributed_gram: Tensor parallelism is not built; other than the default raises, as for the next five.
         tp_distributed_gram_policy: See ``tp_distributed_gram``.
         tp_distributed_gram_max_factor_to_scatter_ratio: See ``tp_distributed_gram``.
         post_step_prefetch_groups: Not built.
         post_step_prefetch_sharded_adamw: Not built.
         sharded_adamw_unshard_separate_stream: Not built.
-        forward_prefetch_depth: Units gathered ahead of the one that runs.
+        forward_prefetch_depth: Units gathered ahead of the one that runs; nothing is gathered in one process.
         first_step_progress_log: Log the matrices of the first step on their owners.
         first_step_progress_log_limit: Most of these messages per rank.
         lr_scale: ``"match_rms_adamw"`` (``0.2 * sqrt(max(out, in))``), ``"original"`` (``sqrt(max(1, out / in))``),
@@ -90,8 +90,8 @@ class Muon(Optimizer):
             state of whole embeddings would be large, and thrown away.
 
     Raises:
-        ConfigurationError: No dedicated matrix, an argument out of range or without effect, or ``param_groups`` that
-            do not fit the model.
+        ConfigurationError: No dedicated matrix, an argument out of range, or ``param_groups`` that do not fit the
+            model.
         NotImplementedError: An argument asks for a mode that is not built.
     """
 
@@ -129,7 +129,6 @@ class Muon(Optimizer):
     ) -> None:
         require_defaults(
             record_step_profile=record_step_profile,
-            group_prepare_ahead=group_prepare_ahead,
             tp_distributed_gram=tp_distributed_gram,
             tp_distributed_gram_policy=tp_distributed_gram_policy,
             tp_distributed_gram_max_factor_to_scatter_ratio=tp_distributed_gram_max_factor_to_scatter_ratio,
@@ -150,13 +149,6 @@ class Muon(Optimizer):
         )
         self._model = model
         self._runtime = runtime_with_matrices(model)
-        require_effect(
-            self._runtime.topology,
-            replicate_async=replicate_async,
-            forward_prefetch_depth=forward_prefetch_depth,
-            first_step_progress_log=first_step_progress_log,
-            first_step_progress_log_limit=first_step_progress_log_limit,
-        )
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
         if isinstance(self._orthogonalize, NewtonSchulz):
             require_same_on_all_ranks(self._orthogonalize, self._ranks)
