@@ -1,16 +1,23 @@
 """Every hook into accelerate and transformers.
 
-| Hooked                       | Range                  | What it adds                                       |
-|------------------------------|------------------------|----------------------------------------------------|
-| `PartialState.__init__`      | accelerate >=1.15,<2   | FSDP processes on a machine without an accelerator |
-| `AcceleratorState.__init__`  | accelerate >=1.15,<2   | FSDP2 on CPU is FSDP2, not DDP                     |
-| `Accelerator.prepare`        | accelerate >=1.15,<2   | launch checks; a second prepare of the same model  |
-| `Accelerator._prepare_fsdp2` | accelerate >=1.15,<2   | dedicated weights stay out; the optimizer rebinds  |
-| `Accelerator.get_state_dict` | accelerate >=1.15,<2   | finished tensors, tied names                       |
-| `Trainer.__init__`           | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                  |
-| `Trainer.create_scheduler`   | transformers >=5.20,<6 | `create(scheduler=...)`                            |
-| `Trainer.train`              | transformers >=5.20,<6 | resuming passes by checkpoints that are cut off    |
-| `Trainer.save_model`         | transformers >=5.20,<6 | a whole model under `SHARDED_STATE_DICT` too       |
+| Hooked                                  | Range                  | What it adds                                      |
+|-----------------------------------------|------------------------|---------------------------------------------------|
+| `PartialState.__init__`                 | accelerate >=1.15,<2   | FSDP processes on a machine without accelerators  |
+| `AcceleratorState.__init__`             | accelerate >=1.15,<2   | FSDP2 on CPU is FSDP2, not DDP                    |
+| `Accelerator.prepare`                   | accelerate >=1.15,<2   | launch checks; a second prepare of the same model |
+| `Accelerator._prepare_fsdp2`            | accelerate >=1.15,<2   | dedicated weights stay out; the optimizer rebinds |
+| `Accelerator.get_state_dict`            | accelerate >=1.15,<2   | finished tensors, tied names                      |
+| `accelerator.load_fsdp_model`           | accelerate >=1.15,<2   | weights that any mode saved                       |
+| `accelerator.load_fsdp_optimizer`       | accelerate >=1.15,<2   | optimizer state that any mode saved               |
+| `accelerator.load_accelerator_state`    | accelerate >=1.15,<2   | both, in one process                              |
+| `Trainer.__init__`                      | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                 |
+| `Trainer.create_scheduler`              | transformers >=5.20,<6 | `create(scheduler=...)`                           |
+| `Trainer.train`                         | transformers >=5.20,<6 | resuming passes by checkpoints that are cut off   |
+| `Trainer.save_model`                    | transformers >=5.20,<6 | a whole model under `SHARDED_STATE_DICT` too      |
+| `Trainer._load_from_checkpoint`         | transformers >=5.20,<6 | weights that any mode saved                       |
+| `Trainer._load_best_model`              | transformers >=5.20,<6 | the same                                          |
+| `Trainer._load_optimizer_and_scheduler` | transformers >=5.20,<6 | optimizer state that any mode saved, never none   |
+| `Trainer._prepare_for_training`         | transformers >=5.20,<6 | checks that it was loaded                         |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
 DMuon optimizer, model or plugin is involved; the two state hooks act only where FSDP2 was asked for on CPU, which
@@ -38,16 +45,20 @@ Method = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Replacement of `method` of `cls` in `module` by `wrapper` (`module:function`, taking `(original, self, ...)`)."""
+    """Replacement of `method` of `cls` in `module` by `wrapper` (`module:function`, taking `(original, self, ...)`).
+
+    Without `cls` it is a function of the module, with its first argument in the place of `self`.
+    """
 
     module: str
-    cls: str
+    cls: str | None
     method: str
     wrapper: str
 
-    def target(self) -> type:
-        """The class that is hooked."""
-        return getattr(importlib.import_module(self.module), self.cls)  # type: ignore[no-any-return]
+    def target(self) -> Any:
+        """The class or module that is hooked."""
+        module = importlib.import_module(self.module)
+        return module if self.cls is None else getattr(module, self.cls)
 
     def wrap(self, original: Method) -> Method:
         """`original` with the wrapper in front of it."""
@@ -67,10 +78,22 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("accelerate", "Accelerator", "prepare", "dmuon_hf.prepare:prepare"),
     Hook("accelerate", "Accelerator", "_prepare_fsdp2", "dmuon_hf.prepare:prepare_fsdp2"),
     Hook("accelerate", "Accelerator", "get_state_dict", "dmuon_hf.prepare:get_state_dict"),
+    Hook("accelerate.accelerator", None, "load_fsdp_model", "dmuon_hf.accelerate_resume:load_fsdp_model"),
+    Hook("accelerate.accelerator", None, "load_fsdp_optimizer", "dmuon_hf.accelerate_resume:load_fsdp_optimizer"),
+    Hook("accelerate.accelerator", None, "load_accelerator_state", "dmuon_hf.accelerate_resume:load_accelerator_state"),
     Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
     Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
-    Hook("transformers", "Trainer", "train", "dmuon_hf.trainer:train"),
+    Hook("transformers", "Trainer", "train", "dmuon_hf.trainer_resume:train"),
     Hook("transformers", "Trainer", "save_model", "dmuon_hf.trainer:save_model"),
+    Hook("transformers", "Trainer", "_load_from_checkpoint", "dmuon_hf.trainer_resume:load_from_checkpoint"),
+    Hook("transformers", "Trainer", "_load_best_model", "dmuon_hf.trainer_resume:load_best_model"),
+    Hook(
+        "transformers",
+        "Trainer",
+        "_load_optimizer_and_scheduler",
+        "dmuon_hf.trainer_resume:load_optimizer_and_scheduler",
+    ),
+    Hook("transformers", "Trainer", "_prepare_for_training", "dmuon_hf.trainer_resume:prepare_for_training"),
 )
 
 # Installed hooks with the method each replaced and the method it put there.
@@ -101,7 +124,8 @@ def uninstall() -> None:
     for hook, (_, replacement) in _active.items():
         if getattr(hook.target(), hook.method) is not replacement:
             raise DMuonError(
-                f"{hook.cls}.{hook.method} was replaced again after dmuon_hf hooked it; undo that replacement first"
+                f"{hook.cls or hook.module}.{hook.method} was replaced again after dmuon_hf hooked it; undo that "
+                "replacement first"
             )
     for hook, (original, _) in _active.items():
         setattr(hook.target(), hook.method, original)

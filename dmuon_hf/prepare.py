@@ -7,7 +7,7 @@ runs, and the optimizer is bound to the result by name afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from dmuon_hf.core.runtime import hidden, runtime_of
 from dmuon_hf.plugin import DMuonPlugin
 from dmuon_hf.small_rests import small_rests_left_to_root
 
-__all__ = ["get_state_dict", "prepare", "prepare_fsdp2"]
+__all__ = ["get_state_dict", "muon_of", "prepare", "prepare_fsdp2"]
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,10 +162,12 @@ def _check_dedicated(accelerator: Any, model: nn.Module) -> None:
         )
 
 
-def _find_muon(args: tuple[Any, ...]) -> dmuon.Muon | None:
+def muon_of(optimizer: Any) -> dmuon.Muon | None:
+    """The DMuon optimizer that `optimizer` is or wraps."""
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    return inner if isinstance(inner, dmuon.Muon) else None
+
+
+def _find_muon(args: Iterable[Any]) -> dmuon.Muon | None:
     """The DMuon optimizer among `args`, unwrapped."""
-    for arg in args:
-        inner = arg.optimizer if isinstance(arg, AcceleratedOptimizer) else arg
-        if isinstance(inner, dmuon.Muon):
-            return inner
-    return None
+    return next((muon for muon in map(muon_of, args) if muon is not None), None)

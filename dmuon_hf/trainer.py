@@ -1,13 +1,10 @@
-"""What the hooks on `transformers.Trainer` do: build what `dmuon_hf.create()` describes, resume and save safely."""
+"""What the hooks on `transformers.Trainer` do: build what `dmuon_hf.create()` describes, save whole models."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import logging
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,17 +13,16 @@ import dmuon_hf.core as dmuon
 from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.factory import DMuonOptimizers, create_optimizer
+from dmuon_hf.prepare import muon_of
 
 __all__ = [
     "TrainerOptimizerFactory",
     "create_scheduler",
-    "last_complete_checkpoint",
+    "description_of",
     "save_model",
-    "train",
     "trainer_init",
+    "trains_with_muon",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 class TrainerOptimizerFactory:
@@ -73,27 +69,13 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
 
 def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
     """`Trainer.create_scheduler`: use the scheduler given to `create()`, if there is one."""
-    description = _description(trainer)
+    description = description_of(trainer)
     scheduler = None if description is None else description.scheduler
     if scheduler is None or trainer.lr_scheduler is not None:
         return original(trainer, num_training_steps, optimizer)
     trainer.lr_scheduler = scheduler(trainer.optimizer if optimizer is None else optimizer, num_training_steps)
     trainer._created_lr_scheduler = True
     return trainer.lr_scheduler
-
-
-def train(
-    original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`Trainer.train`: resume from the last checkpoint that was written to its end, not one that a crash cut off.
-
-    A checkpoint without optimizer state, which the Trainer would take with fresh momentum, is refused.
-    """
-    if _description(trainer) is not None and resume_from_checkpoint:
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(last_complete_checkpoint(Path(trainer.args.output_dir)))
-        _check_optimizer_state(Path(resume_from_checkpoint))
-    return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
 def save_model(
@@ -103,7 +85,7 @@ def save_model(
 
     The Trainer alone writes nothing then, without a word. Its own saves of checkpoints stay sharded. Collective.
     """
-    if _description(trainer) is not None and not _internal_call and _saves_shards(trainer):
+    if trains_with_muon(trainer) and not _internal_call and _saves_shards(trainer):
         directory = trainer.args.output_dir if output_dir is None else output_dir
         trainer._save(directory, state_dict=trainer.accelerator.get_state_dict(trainer.model))
     return original(trainer, output_dir, _internal_call)
@@ -115,38 +97,12 @@ def _saves_shards(trainer: Any) -> bool:
     return "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 
-def _check_optimizer_state(checkpoint: Path) -> None:
-    if checkpoint.is_dir() and not any(checkpoint.glob("optimizer*")):
-        raise ConfigurationError(
-            f"{checkpoint} holds no optimizer state, so momentum would start from zero. Resume from a checkpoint that "
-            "was saved without save_only_model, or load these weights with from_pretrained and start a new run"
-        )
-
-
-def last_complete_checkpoint(directory: Path) -> Path:
-    """The newest `checkpoint-<step>` in `directory` whose trainer state, which is written last, is whole.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    steps = {path: path.name.removeprefix("checkpoint-") for path in directory.glob("checkpoint-*") if path.is_dir()}
-    found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
-    for path in reversed(found):
-        if _is_json(path / "trainer_state.json"):
-            return path
-        logger.warning("%s is incomplete, most likely because the run ended while it was saved; passing it by", path)
-    raise ConfigurationError(f"there is no complete checkpoint to resume from in {directory}")
-
-
-def _is_json(file: Path) -> bool:
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _description(trainer: Any) -> DMuonOptimizers | None:
+def description_of(trainer: Any) -> DMuonOptimizers | None:
     """What `create()` returned for this Trainer; None for a Trainer without DMuon."""
     factory = (trainer.optimizer_cls_and_kwargs or (None,))[0]
     return factory.description if isinstance(factory, TrainerOptimizerFactory) else None
+
+
+def trains_with_muon(trainer: Any) -> bool:
+    """Whether the Trainer has a DMuon optimizer, or will build one."""
+    return description_of(trainer) is not None or muon_of(trainer.optimizer) is not None

@@ -1,0 +1,76 @@
+"""What the hooks on `accelerator.load_state` do: load a checkpoint that was saved in any mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dmuon_hf import checkpoint_files as files
+from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.prepare import muon_of
+from dmuon_hf.resume import load_model, load_optimizer
+
+__all__ = ["load_accelerator_state", "load_fsdp_model", "load_fsdp_optimizer"]
+
+
+def load_fsdp_model(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: Any,
+    model_index: int = 0,
+    **options: Any,
+) -> Any:
+    """`load_fsdp_model`, as `accelerator.load_state` calls it under FSDP. Collective."""
+    if runtime_of(model) is None:
+        return original(plugin, accelerator, model, input_dir, model_index, **options)
+    load_model(model, Path(input_dir), model_index)
+    return None
+
+
+def load_fsdp_optimizer(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    **options: Any,
+) -> None:
+    """`load_fsdp_optimizer`, as `accelerator.load_state` calls it under FSDP. Collective."""
+    muon = muon_of(optimizer)
+    if muon is None:
+        original(plugin, accelerator, optimizer, model, input_dir, optimizer_index, **options)
+    else:
+        load_optimizer(model, muon, Path(input_dir), optimizer_index)
+
+
+def load_accelerator_state(
+    original: Callable[..., Any],
+    input_dir: Any,
+    models: list[nn.Module],
+    optimizers: list[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`load_accelerator_state`, which in one process loads models and optimizers, and in all modes everything else.
+
+    accelerate counts the files of models and optimizers by their place in the lists, so all or none are loaded here.
+    """
+    owner = next((model for model in models if runtime_of(model) is not None), None)
+    if owner is None:
+        return original(input_dir, models, optimizers, *args, **kwargs)
+    for index, model in enumerate(models):
+        load_model(model, Path(input_dir), index)
+    for index, optimizer in enumerate(optimizers):
+        muon = muon_of(optimizer)
+        if muon is None:
+            optimizer.load_state_dict(files.read_whole(files.optimizer_in(Path(input_dir), index)))
+        else:
+            load_optimizer(owner, muon, Path(input_dir), index)
+    return original(input_dir, [], [], *args, **kwargs)
