@@ -42,7 +42,7 @@ class Job:
         self.order, self.rank, self.world, self.run = order, rank, world, run
         self.model, self.optimizer = prepare(run, world)
         for unit in self.optimizer.runtime.units:
-            view = unit._buffer.new_empty(0).set_(unit._buffer.untyped_storage())
+            view = unit.weights.buffer.new_empty(0).set_(unit.weights.buffer.untyped_storage())
             order.name(view, f"the weights of {unit.name}")
 
     def backward(self, step: int) -> None:
@@ -170,7 +170,7 @@ def _drop(job: Job) -> None:
 def load_weights_after_a_gather_ahead(job: Job) -> None:
     """Nobody waits for the gather before the weights change."""
     saved = {name: full(param) for name, param in job.model.named_parameters()}
-    job.optimizer.runtime.units[0].gather()
+    job.optimizer.runtime.units[0].weights.gather()
     job.load(saved)
     job.train(1)
 
@@ -319,7 +319,12 @@ def survivors(rank: int, world: int, run: Run) -> list[str]:
     optimizer.step()
     optimizer.zero_grad()
     runtime = optimizer.runtime
-    watched = {"model": model, "runtime": runtime, "unit": runtime.units[0], "weights": runtime.units[0].unsharded[0]}
+    watched = {
+        "model": model,
+        "runtime": runtime,
+        "unit": runtime.units[0],
+        "weights": runtime.units[0].weights.unsharded[0],
+    }
     references = {name: weakref.ref(thing) for name, thing in watched.items()}
     del model, optimizer, runtime, watched
     gc.collect()

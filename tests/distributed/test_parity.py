@@ -51,7 +51,7 @@ def reductions_in_order(rank: int, world: int, delay: bool) -> list[tuple[str, s
         original = getattr(Unit, event)
 
         def logged(unit: Unit, original: Any = original, event: str = event) -> None:
-            if event == "launch_reduction" or unit.grad_state is GradState.REDUCING:
+            if event == "launch_reduction" or unit.grads.state is GradState.REDUCING:
                 seen.append((event.partition("_")[0], unit.name))
             original(unit)
 

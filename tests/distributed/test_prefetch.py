@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.runtime.states import WeightState
 from dmuon_hf.core.runtime.unit import Unit
+from dmuon_hf.core.runtime.weights import UnitWeights
 from tests.harness import run_ranks
 from tests.harness.models import dense_batch, tiny_mlp
 
@@ -18,18 +19,18 @@ def events_of_one_forward(rank: int, world: int, depth: int) -> list[str]:
     dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), lambda name, param: "proj" in name)
     dmuon.Muon(model, forward_prefetch_depth=depth)
     seen: list[str] = []
-    gather, enter = Unit.gather, Unit.enter_forward
+    gather, enter = UnitWeights.gather, Unit.enter_forward
 
-    def logged_gather(unit: Unit) -> None:
-        if unit.weight_state is WeightState.SHARDED:
-            seen.append(f"gather {unit.index}")
-        gather(unit)
+    def logged_gather(weights: UnitWeights) -> None:
+        if weights.state is WeightState.SHARDED:
+            seen.append(f"gather {weights.name[-1]}")
+        gather(weights)
 
     def logged_enter(unit: Unit, *, in_backward: bool) -> None:
         seen.append(f"enter {unit.index}")
         enter(unit, in_backward=in_backward)
 
-    Unit.gather, Unit.enter_forward = logged_gather, logged_enter  # type: ignore[method-assign]
+    UnitWeights.gather, Unit.enter_forward = logged_gather, logged_enter  # type: ignore[method-assign]
     with torch.no_grad():
         model(dense_batch(0))
     return seen

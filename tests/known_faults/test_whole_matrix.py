@@ -196,7 +196,7 @@ def _drift(rank: int, world: int, fault: str) -> str:
     assert runtime is not None
     unit = runtime.units[1]
     if fault == "gather" and rank == 1:
-        gather = unit.placement.gather
+        gather = unit.weights.placement.gather
 
         def damaged(buffer: torch.Tensor, versions: Any) -> InFlight:
             flight = gather(buffer, versions)
@@ -204,7 +204,7 @@ def _drift(rank: int, world: int, fault: str) -> str:
             buffer[3] += 1.0
             return flight
 
-        unit.placement.gather = damaged  # type: ignore[method-assign]
+        unit.weights.placement.gather = damaged  # type: ignore[method-assign]
     if fault == "norm" and rank == 3:
         with torch.no_grad():
             model[2].weight.to_local().add_(1.0)

@@ -55,10 +55,13 @@ class MuonGradClipRequest:
 
     Attributes:
         gradients: Live gradients of the matrices this rank owns, by canonical name; whole ``(out, in)`` tensors as
-        stored. max_norm: As given by the caller. norm_type: As given by the caller. foreach: As given by the caller;
-        ``False`` asks for one tensor at a time. device: Where the reductions want their argument. reduce_sum: Sum of
-        a small tensor over all data-parallel ranks; a collective. reduce_max: Maximum of a small fp32 tensor over all
-        data-parallel ranks; a collective.
+            stored.
+        max_norm: As given by the caller.
+        norm_type: As given by the caller.
+        foreach: As given by the caller; ``False`` asks for one tensor at a time.
+        device: Where the reductions want their argument.
+        reduce_sum: Sum of a small tensor over all data-parallel ranks; a collective.
+        reduce_max: Maximum of a small fp32 tensor over all data-parallel ranks; a collective.
     """
 
     gradients: dict[str, Tensor]

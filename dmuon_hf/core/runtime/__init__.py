@@ -1,9 +1,8 @@
 """Stateful half of the core: storage, hooks, collectives. The only code that moves parameter storage.
 
 Dependencies go one way: ``states``, ``layout``, ``collectives`` know nothing of the rest; ``placement``, ``publish``
-    and
-``reduction`` are strategies over them; a ``Unit`` is given its strategies; ``schedule`` orders units; ``hooks`` call
-the schedule; ``Runtime`` holds one model's units together.
+and ``reduction`` are strategies over them; ``weights`` and ``gradients``, the two halves of a ``Unit``, are given their
+strategies; ``schedule`` orders units; ``hooks`` call the schedule; ``Runtime`` holds one model's units together.
 """
 
 from __future__ import annotations

@@ -14,12 +14,14 @@ from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import ParamEntry, Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
+from dmuon_hf.core.runtime.gradients import UnitGrads
 from dmuon_hf.core.runtime.layout import PackedLayout
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
 from dmuon_hf.core.runtime.reduction import OwnerReduction
 from dmuon_hf.core.runtime.runtime import Runtime
 from dmuon_hf.core.runtime.unit import Unit
+from dmuon_hf.core.runtime.weights import UnitWeights
 
 __all__ = ["RuntimeOptions", "Target", "build_runtime"]
 
@@ -169,10 +171,8 @@ def _build_unit(
     compute_dtype = options.compute_dtype or options.master_dtype or entries[0].dtype
     # Sums of many ranks and micro-batches are kept in fp32 whatever the weights travel in.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
-    return Unit(
+    weights = UnitWeights(
         name=name,
-        index=index,
-        module=targets[entries[0].name].boundary,
         params=ordered,
         layout=layout,
         topology=topology,
@@ -180,8 +180,23 @@ def _build_unit(
         placement=OwnerBroadcast(
             layout=layout, params=ordered, topology=topology, context=context, dtype=compute_dtype
         ),
-        reduction=OwnerReduction(layout=layout, topology=topology, context=context, dtype=reduce_dtype),
         compute_dtype=compute_dtype,
+    )
+    grads = UnitGrads(
+        name=name,
+        params=ordered,
+        unsharded=weights.unsharded,
+        context=context,
+        reduction=OwnerReduction(layout=layout, topology=topology, context=context, dtype=reduce_dtype),
         reduce_dtype=reduce_dtype,
+    )
+    return Unit(
+        name=name,
+        index=index,
+        module=targets[entries[0].name].boundary,
+        params=ordered,
+        layout=layout,
+        weights=weights,
+        grads=grads,
         reshard_after_forward=options.reshard_after_forward,
     )

@@ -94,11 +94,11 @@ class _UnitHooks:
         if torch.is_grad_enabled():
             self._watch_outputs(output)
         if self.unit.reshard_after_forward:
-            self.unit.reshard()
+            self.unit.weights.reshard()
 
     def _is_recompute(self, in_backward: bool) -> bool:
         """A forward inside a backward that has already reached this unit repeats what autograd knows."""
-        return in_backward and self.unit.grad_state is not GradState.IDLE
+        return in_backward and self.unit.grads.state is not GradState.IDLE
 
     def _watch_outputs(self, output: Any) -> None:
         for tensor in _differentiable_tensors(output):
@@ -111,7 +111,7 @@ class _UnitHooks:
 
     def _on_leave(self) -> None:
         self.backward.begin()
-        self.unit.inputs_done()
+        self.unit.grads.inputs_done()
         self.backward.advance()
 
     def on_grad(self, i: int) -> Callable[[Tensor], None]:
@@ -123,8 +123,7 @@ class _UnitHooks:
             hooks = weak()
             assert hooks is not None
             hooks.backward.begin()
-            hooks.unit.grad_arrived(i)
-            hooks.backward.advance()
+            hooks.unit.grads.arrived(i)
 
         return hook
 
@@ -135,7 +134,7 @@ def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetch
     unit.module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True)
     # Also after an exception: early-stopping recomputation leaves a forward by raising.
     unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
-    for i, parameter in enumerate(unit.unsharded):
+    for i, parameter in enumerate(unit.weights.unsharded):
         parameter.register_post_accumulate_grad_hook(hooks.on_grad(i))
 
 

@@ -72,10 +72,10 @@ def check_replicas(model: nn.Module) -> None:
 def _held(model: nn.Module, runtime: Runtime) -> Iterator[tuple[str, Tensor, int]]:
     """Name, values on this rank, and the number of ranks after which the same values are held again."""
     for unit in runtime.units:
-        unit.gather()
-        unit.wait_gather()
-        yield from ((param.name, whole, 1) for param, whole in zip(unit.params, unit.unsharded, strict=True))
-        unit.reshard()
+        unit.weights.gather()
+        unit.weights.wait()
+        yield from ((param.name, whole, 1) for param, whole in zip(unit.params, unit.weights.unsharded, strict=True))
+        unit.weights.reshard()
     for name, param in model.named_parameters():
         if isinstance(param, OwnedTensor):
             continue

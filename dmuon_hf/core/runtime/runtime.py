@@ -122,7 +122,7 @@ class Runtime:
             )
         for module in self._fsdp():
             module.reshard()
-        waiting = next((unit.name for unit in self.units if unit.has_unsynchronised_grads), None)
+        waiting = next((unit.name for unit in self.units if unit.grads.has_unreduced_passes), None)
         if waiting is not None:
             raise DMuonError(
                 f"gradients of {waiting!r} were accumulated under no_sync and never reduced to their owners: run the "
@@ -140,7 +140,7 @@ class Runtime:
         """Per dedicated parameter, in plan order: whether this rank has seen a gradient since gradients were zeroed."""
         if not self.units:
             return [param.param.grad is not None for param in self.dedicated.values()]
-        seen = {param.name: unit.has_grad(i) for unit in self.units for i, param in enumerate(unit.params)}
+        seen = {param.name: unit.grads.has_grad(i) for unit in self.units for i, param in enumerate(unit.params)}
         return [seen[name] for name in self.dedicated]
 
     def discard_grads(self) -> None:
@@ -209,14 +209,14 @@ class Runtime:
     def publish(self, *, asynchronous: bool) -> None:
         """Bring updated weights to the other replicas, in plan order. Collective under HSDP, nothing on a 1-D mesh."""
         for unit in self.units:
-            unit.placement.publish(unit.versions())
+            unit.weights.placement.publish(unit.weights.versions())
         if not asynchronous:
             self.finish_publish()
 
     def finish_publish(self) -> None:
         """Order the caller after every publish in flight."""
         for unit in self.units:
-            unit.placement.finish_publish()
+            unit.weights.placement.finish_publish()
 
 
 def attach(model: nn.Module, runtime: Runtime) -> None:

@@ -3,7 +3,9 @@
 [Note: one order on every rank]
 Gradients leave in reverse plan order, one reduction per unit and pass, whatever order autograd visits the modules in
 and whether or not a module ran on this rank: a unit that is ready early waits for its turn, and the end of the pass
-sends the rest, with zeros for what is missing. So the sequence of collectives follows from the plan alone.
+sends the rest, with zeros for what is missing. A unit is ready when autograd has left its module, not when all of its
+weights have a gradient: which of them took part (experts with tokens, branches taken) is data, and may differ between
+ranks. So the sequence of collectives follows from the program, not from what it computes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch.autograd import Variable
 
 from dmuon_hf.core.errors import DMuonError
+from dmuon_hf.core.runtime.states import GradState
 from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["BackwardPass", "Prefetcher", "graph_task"]
@@ -33,15 +36,15 @@ class Prefetcher:
 
     def before_forward(self, unit: Unit) -> None:
         for ahead in self._units[unit.index + 1 : unit.index + 1 + self.forward_depth]:
-            ahead.gather()
+            ahead.weights.gather()
 
     def before_backward(self, unit: Unit) -> None:
         if self.forward_depth > 0 and unit.index > 0:
-            self._units[unit.index - 1].gather()
+            self._units[unit.index - 1].weights.gather()
 
     def first(self) -> None:
         if self.forward_depth > 0 and self._units:
-            self._units[0].gather()
+            self._units[0].weights.gather()
 
 
 class BackwardPass:
@@ -74,7 +77,7 @@ class BackwardPass:
 
     def advance(self) -> None:
         """Launch every reduction whose turn has come. See [Note: one order on every rank]."""
-        while self._cursor >= 0 and self._units[self._cursor].is_ready:
+        while self._cursor >= 0 and self._units[self._cursor].grads.state is GradState.READY:
             self._launch(self._units[self._cursor])
             self._cursor -= 1
 
@@ -85,10 +88,10 @@ class BackwardPass:
                 self._finish_first(self._draining)
             unit.launch_reduction()
             self._draining = unit
-        unit.reshard()
+        unit.weights.reshard()
 
     def _finish_first(self, unit: Unit) -> None:
-        unit.finish_first_stage()
+        unit.grads.finish_first_stage()
         if not self._delay_second_stage:
             unit.finish_reduction()
 
@@ -105,7 +108,7 @@ class BackwardPass:
                 unit.finish_reduction()
                 synchronised = True
             else:
-                unit.end_without_sync()
+                unit.keep_grads()
             unit.end_pass()
         self.synchronised += synchronised
         self.active = False

@@ -1,11 +1,11 @@
-"""The states of a unit and the moves between them.
+"""The states of a unit's weights and of its gradients, and the moves between them.
 
 [Note: generations and epochs]
 Freshness is a number. Every owned tensor carries a content version that all ranks bump together (an in-place
 operation, a load, an optimizer step). A gathered or published copy records the versions it was made from and may be
 read only while they are the current ones; nobody sets or clears a "dirty" flag. Gradients belong to the backward pass
 that produced them: a reduction is launched and finished inside one pass, and a pass that did not finish (an exception)
-    is dropped whole.
+is dropped whole.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class GradState(enum.Enum):
 
     IDLE = "no backward pass has reached this unit"
     COLLECTING = "autograd is accumulating into the unsharded parameters"
-    READY = "complete on this rank, waiting for its turn"
+    READY = "complete on this rank, waiting for their turn"
     REDUCING = "on the way to the owners"
+    REDUCED = "with the owners, while the pass goes on"
 
 
 S = TypeVar("S", bound=enum.Enum)
@@ -48,12 +49,14 @@ _WEIGHT_MOVES: Mapping[WeightState, frozenset[WeightState]] = {
     WeightState.GATHERED: frozenset({WeightState.SHARDED, WeightState.GATHERING}),
 }
 
-# REDUCING -> IDLE ends a pass; COLLECTING/READY -> IDLE is a pass without communication, or one that was dropped.
+# A move to IDLE ends a pass: from REDUCED after a reduction, from the others without communication or in a pass that
+# was dropped.
 _GRAD_MOVES: Mapping[GradState, frozenset[GradState]] = {
     GradState.IDLE: frozenset({GradState.COLLECTING, GradState.REDUCING}),
     GradState.COLLECTING: frozenset({GradState.READY, GradState.REDUCING, GradState.IDLE}),
     GradState.READY: frozenset({GradState.REDUCING, GradState.IDLE}),
-    GradState.REDUCING: frozenset({GradState.IDLE}),
+    GradState.REDUCING: frozenset({GradState.REDUCED, GradState.IDLE}),
+    GradState.REDUCED: frozenset({GradState.IDLE}),
 }
 
 
