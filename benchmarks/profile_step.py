@@ -109,7 +109,7 @@ def instrument(sections: Sections) -> None:
         (PendingReduction, "finish", "reduce: mean"),
         (InFlight, "wait", None),
         (unit.Unit, "finish_reduction", "reduce: hand over .grad"),
-        (OwnedTensor, "from_local", "reduce: OwnedTensor.from_local"),
+        (OwnedTensor, "like", "reduce: OwnedTensor.like"),
         (muon, "agree_on_step", "step: agreement"),
         (verdict, "check_and_unscale_", "step: finite check"),
         (Runtime, "_all_reduce", "step: agreement, all-reduce"),

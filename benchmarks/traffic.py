@@ -35,7 +35,8 @@ _ROLES = {
     ("dmuon_shard", "all_to_all"): "reduce",
     ("dmuon_replicate", "all_to_all"): "reduce replicas",
     ("dmuon_replicate", "broadcast"): "publish",
-    ("dmuon_control", "all_reduce"): "agreement",
+    ("dmuon_shard", "all_reduce"): "agreement",
+    ("dmuon_replicate", "all_reduce"): "agreement",
 }
 _COLUMNS = ("gather", "reduce", "reduce replicas", "publish", "agreement", "FSDP2")
 

@@ -97,4 +97,5 @@ def _meshes(state: Any) -> tuple[DeviceMesh, DeviceMesh | None]:
         world = torch.distributed.get_world_size()
         return init_device_mesh(state.device.type, (world,), mesh_dim_names=("dp_shard_cp",)), None
     replicated = state.parallelism_config.dp_replicate_enabled
-    return mesh["dp_shard"], mesh["dp_replicate"] if replicated else None
+    # Under the name that accelerate shards by, so that owned tensors and FSDP2's are on one mesh.
+    return mesh["dp_shard_cp"], mesh["dp_replicate"] if replicated else None

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import dmuon_hf.core as dmuon
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import require_runtime, runtime_of
 
@@ -90,39 +90,37 @@ def optimizer_state_is_fresh(model: nn.Module, optimizer: dmuon.Muon) -> bool:
 # Ranks
 
 
-def _group(model: nn.Module) -> dist.ProcessGroup | None:
+def _group(model: nn.Module) -> GridGroup | None:
     """The ranks that share the model; None in one process, also where the Trainer has yet to dedicate it."""
     runtime = runtime_of(model)
-    return None if runtime is None else runtime.topology.flat_group
+    return None if runtime is None else runtime.topology.grid
 
 
-def _is_distributed(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and dist.get_world_size(group) > 1
+def _is_distributed(group: GridGroup | None) -> TypeGuard[GridGroup]:
+    return group is not None and group.size > 1
 
 
-def _on_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T | None:
+def _on_first(work: Callable[[], T], group: GridGroup | None) -> T | None:
     """What `work` returns, on the first rank alone; its error on every rank. Collective."""
     if not _is_distributed(group):
         return work()
     value: T | None = None
-    problem: list[str | None] = [None]
-    if dist.get_rank(group) == 0:
+    problem: str | None = None
+    if group.rank == 0:
         try:
             value = work()
         except ConfigurationError as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem, group=group, group_src=0)
-    if problem[0] is not None:
-        raise ConfigurationError(problem[0])
+            problem = str(error)
+    problem = group.broadcast_object(problem)
+    if problem is not None:
+        raise ConfigurationError(problem)
     return value
 
 
-def _from_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def _from_first(work: Callable[[], T], group: GridGroup | None) -> T:
     """What `work` returns on the first rank, on every rank. Collective."""
-    value: list[Any] = [_on_first(work, group)]
-    if _is_distributed(group):
-        dist.broadcast_object_list(value, group=group, group_src=0)
-    result: T = value[0]
+    value: Any = _on_first(work, group)
+    result: T = group.broadcast_object(value) if _is_distributed(group) else value
     return result
 
 
@@ -147,7 +145,7 @@ def _entries(model: nn.Module, stored: files.Stored) -> dict[str, Any]:
     return files.read_whole(stored)
 
 
-def _load_model_in_parallel(model: nn.Module, stored: files.Stored, group: dist.ProcessGroup | None) -> None:
+def _load_model_in_parallel(model: nn.Module, stored: files.Stored, group: GridGroup | None) -> None:
     state = torch_state_dict.get_model_state_dict(model)
     tied = _tied(model)
     metadata = _from_first(lambda: files.read_metadata(stored), group)
@@ -226,7 +224,7 @@ def _names_of(group: Mapping[str, Any], live: Mapping[str, list[str]], stored: f
 
 
 def _load_optimizer_in_parallel(
-    model: nn.Module, optimizer: dmuon.Muon, stored: files.Stored, group: dist.ProcessGroup | None
+    model: nn.Module, optimizer: dmuon.Muon, stored: files.Stored, group: GridGroup | None
 ) -> None:
     state: dict[str, Any] = cast(Any, torch_state_dict.get_optimizer_state_dict(model, optimizer))["state"]
     live = _group_names(model, optimizer)

@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon_hf.core.checkpoint_source import Source, check_together
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.grid_group import GridGroup, world_group
 from dmuon_hf.core.lockstep import MEETING_TIMEOUT, meet
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
@@ -202,13 +202,15 @@ def _begin(model: nn.Module, what: str, timeout: timedelta | None) -> Runtime | 
     return runtime
 
 
-def _group(runtime: Runtime | None) -> dist.ProcessGroup | None:
-    """The ranks that hold the model; None is the default group, or no group at all."""
-    return None if runtime is None else runtime.topology.flat_group
+def _group(runtime: Runtime | None) -> GridGroup | None:
+    """The ranks that hold the model: those of its grid, or all; ``None`` in one process without a process group."""
+    grid = None if runtime is None else runtime.topology.grid
+    return world_group() if grid is None else grid
 
 
 def _is_first(runtime: Runtime | None) -> bool:
-    return not dist.is_initialized() or dist.get_rank(_group(runtime)) == 0
+    group = _group(runtime)
+    return group is None or group.rank == 0
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.grid_group import GridGroup
 
 __all__ = ["Source", "check_together"]
 
@@ -33,29 +33,28 @@ class Source:
     Which of the two is agreed on by all ranks when it is opened, from who passed anything. ``extra`` travels along.
     """
 
-    def __init__(self, entries: dict[Any, Any], extra: Any, sent: bool, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, entries: dict[Any, Any], extra: Any, sent: bool, group: GridGroup | None) -> None:
         self._entries = entries
         self._sent = sent
         self._group = group
         self.extra = extra
 
     @classmethod
-    def open(cls, entries: dict[Any, Any], *, filled: bool, group: dist.ProcessGroup | None, extra: Any) -> Source:
+    def open(cls, entries: dict[Any, Any], *, filled: bool, group: GridGroup | None, extra: Any) -> Source:
         """Agree on where values come from. A collective over ``group``; in one process they are this rank's.
 
         Args:
             entries: what this rank was given.
             filled: whether that is a state dict at all, and not the empty stand-in of a rank that did not read it.
-            group: all ranks that load; None is the default group.
+            group: all ranks that load; None in one process.
             extra: whatever belongs to the state dict beside its entries.
 
         Raises:
             ConfigurationError: on every rank, if some ranks have nothing and rank 0 is one of them.
         """
-        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if group is None or group.size == 1:
             return cls(entries, extra, False, group)
-        flags: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(flags, filled, group=group)
+        flags = group.all_gather_object(filled)
         if all(flags) or not any(flags):
             return cls(entries, extra, False, group)
         if not flags[0]:
@@ -63,12 +62,9 @@ class Source:
             raise ConfigurationError(
                 f"ranks {empty} passed an empty state dict, rank 0 among them: pass it on every rank or on rank 0"
             )
-        parcel: list[Any] = [None]
-        if dist.get_rank(group) == 0:
-            parcel = [({key: _outlined(value) for key, value in entries.items()}, extra)]
-        dist.broadcast_object_list(parcel, group=group, group_src=0)
-        outlines, extra = parcel[0]
-        return cls(entries if dist.get_rank(group) == 0 else outlines, extra, True, group)
+        parcel = ({key: _outlined(value) for key, value in entries.items()}, extra) if group.rank == 0 else None
+        outlines, extra = group.broadcast_object(parcel)
+        return cls(entries if group.rank == 0 else outlines, extra, True, group)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
@@ -90,7 +86,8 @@ class Source:
         else:
             received = torch.as_tensor(value).detach().to(device).contiguous()
         wire = received.view(torch.uint8) if received.element_size() == 1 else received
-        dist.broadcast(wire, group=self._group, group_src=0)
+        assert self._group is not None
+        self._group.broadcast(wire, 0)
         return received
 
     def problems(self, targets: Mapping[Any, Any], tied: Iterable[tuple[Any, ...]] = ()) -> Iterator[str]:
@@ -111,13 +108,12 @@ class Source:
                     yield f"{_shown(present[0])} and {_shown(other)} are one tied parameter but have different values"
 
 
-def check_together(problems: Callable[[], Iterable[str]], what: str, group: dist.ProcessGroup | None) -> None:
+def check_together(problems: Callable[[], Iterable[str]], what: str, group: GridGroup | None) -> None:
     """Raise on every rank of ``group`` if any has a problem, so that all load or none does. A collective."""
     mine = list(problems())
-    found: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, [*mine[:SHOWN_PROBLEMS], *[""] * (len(mine) - SHOWN_PROBLEMS)], group=group)
+    found = [mine]
+    if group is not None:
+        found = group.all_gather_object([*mine[:SHOWN_PROBLEMS], *[""] * (len(mine) - SHOWN_PROBLEMS)])
     for rank, listed in enumerate(found):
         if listed:
             more = f"; and {len(listed) - SHOWN_PROBLEMS} more" if len(listed) > SHOWN_PROBLEMS else ""

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.grid_group import GridGroup
 
 __all__ = ["MEETING_TIMEOUT", "meet"]
 
@@ -14,7 +15,7 @@ MEETING_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others before it names those that are missing."""
 
 
-def meet(what: str, group: dist.ProcessGroup | None, *, timeout: timedelta = MEETING_TIMEOUT) -> None:
+def meet(what: str, group: GridGroup | None, *, timeout: timedelta = MEETING_TIMEOUT) -> None:
     """Return when every rank of ``group`` has called this for ``what``.
 
     The ranks meet in the rendezvous store: that costs a round trip, and leaves the group's own collectives, which
@@ -22,15 +23,15 @@ def meet(what: str, group: dist.ProcessGroup | None, *, timeout: timedelta = MEE
 
     Args:
         what: name of the call, as the user knows it.
-        group: the ranks to meet; None is the default group. Nothing to do without a process group or with one rank.
+        group: the ranks to meet. Nothing to do without a group or with one rank.
         timeout: longest time between the first and the last rank.
 
     Raises:
         LockstepError: some ranks did not come in time; the message names them.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if group is None or not group.talks:
         return
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    ranks = group.ranks
     store = dist.distributed_c10d._get_default_store()
     place = f"dmuon_hf/{what}/{ranks[0]}-{ranks[-1]}-{len(ranks)}"
     # Meetings are numbered per rank; one that gives up does not count it, so that it can come again to the same one.

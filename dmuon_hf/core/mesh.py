@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_hf.core.device import device_of_mesh
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.process_groups import clone_group
 
 __all__ = ["Topology", "check_policy", "local_topology", "topology_from_meshes"]
@@ -22,8 +24,8 @@ PROCESS_GROUP_POLICIES = ("isolated", "shared")
 class Topology:
     """A ``replicate x shard`` grid of ranks and this rank's place in it.
 
-    ``mesh`` is the flattened grid that owned tensors live on, ordered ``replicate * shard_size + shard``; it is the
-    caller's own mesh where there is one replica, so that owned and FSDP2-sharded tensors share it. Every group is
+    ``mesh`` is what owned tensors live on: the caller's own mesh, which FSDP2's DTensors are on too; 1-D, or
+    ``(replicate, shard)`` where a replicate mesh was given. ``grid`` is all of its ranks as one group. Every group is
     ``None`` in a single process without a process group; ``replicate_group`` is ``None`` with one replica.
     """
 
@@ -35,7 +37,7 @@ class Topology:
     mesh: DeviceMesh | None
     shard_group: ProcessGroup | None
     replicate_group: ProcessGroup | None
-    flat_group: ProcessGroup | None
+    grid: GridGroup | None
 
     @property
     def size(self) -> int:
@@ -60,7 +62,7 @@ class Topology:
         return None if self.mesh is None else self.mesh.mesh.flatten().tolist()
 
     def flat_rank(self, slot: tuple[int, int]) -> int:
-        """Rank within ``mesh`` of the owner slot ``(shard, replicate)``."""
+        """Rank, row by row through ``mesh``, of the owner slot ``(shard, replicate)``."""
         shard, replicate = slot
         return replicate * self.shard_size + shard
 
@@ -98,64 +100,51 @@ def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *,
             )
     shard_group = mesh.get_group()
     shard_ranks = dist.get_process_group_ranks(shard_group)
-    replicate_group = None if replicate_mesh is None else replicate_mesh.get_group()
-    replicate_size = 1 if replicate_mesh is None else replicate_mesh.size()
     isolated = policy == "isolated"
-
-    if replicate_size == 1:
-        if isolated:
-            shard_group = clone_group(shard_ranks, like=shard_group, purpose="shard")
-        control = clone_group(shard_ranks, like=shard_group, purpose="control") if isolated else shard_group
-        return Topology(
-            device=device_of_mesh(mesh),
-            shard_size=mesh.size(),
-            replicate_size=1,
-            shard_rank=mesh.get_local_rank(),
-            replicate_rank=0,
-            mesh=mesh,
-            shard_group=shard_group,
-            replicate_group=None,
-            flat_group=control,
-        )
-
-    assert replicate_mesh is not None and replicate_group is not None
-    grid = _grid_ranks(mesh, replicate_mesh)
-    flat_ranks = [rank for row in grid for rank in row]
-    if len(set(flat_ranks)) != len(flat_ranks):
-        raise ConfigurationError(f"mesh and replicate_mesh overlap instead of forming a grid: {grid}")
-    both = (shard_group, replicate_group)
-    flat_group = clone_group(flat_ranks, like=shard_group, purpose="control", across=both)
-    flat_mesh_group = clone_group(flat_ranks, like=shard_group, purpose="mesh", across=both)
+    whole_mesh, replicate_group = mesh, None
+    grid_ranks, groups = shard_ranks, [shard_group]
+    if replicate_mesh is not None:
+        whole_mesh = _grid_mesh(mesh, replicate_mesh)
+        grid_ranks = whole_mesh.mesh.flatten().tolist()
+        if replicate_mesh.size() > 1:
+            replicate_group = replicate_mesh.get_group()
+            groups.append(replicate_group)
     if isolated:
-        shard_group = clone_group(shard_ranks, like=shard_group, purpose="shard")
-        replicate_ranks = dist.get_process_group_ranks(replicate_group)
-        replicate_group = clone_group(replicate_ranks, like=replicate_group, purpose="replicate")
+        shard_group = clone_group(shard_ranks, like=shard_group, purpose="shard", across=groups)
+        if replicate_group is not None:
+            replicate_ranks = dist.get_process_group_ranks(replicate_group)
+            replicate_group = clone_group(replicate_ranks, like=replicate_group, purpose="replicate", across=groups)
     return Topology(
         device=device_of_mesh(mesh),
         shard_size=mesh.size(),
-        replicate_size=replicate_size,
+        replicate_size=1 if replicate_mesh is None else replicate_mesh.size(),
         shard_rank=mesh.get_local_rank(),
-        replicate_rank=replicate_mesh.get_local_rank(),
-        mesh=DeviceMesh.from_group(flat_mesh_group, mesh.device_type, mesh_dim_names=("dmuon_dp",)),
+        replicate_rank=0 if replicate_mesh is None else replicate_mesh.get_local_rank(),
+        mesh=whole_mesh,
         shard_group=shard_group,
         replicate_group=replicate_group,
-        flat_group=flat_group,
+        grid=GridGroup(shard_group, replicate_group, grid_ranks),
     )
 
 
-def _grid_ranks(mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> list[list[int]]:
-    """Global ranks as ``[replicate][shard]``: from the common root mesh, or asked of the other replicas."""
-    shard_name = (mesh.mesh_dim_names or ("",))[0]
-    replicate_name = (replicate_mesh.mesh_dim_names or ("",))[0]
+def _grid_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh ``(replicate, shard)``: a part of the common root, or one of their groups. Makes no communicator."""
+    names = tuple(name for part in (replicate_mesh, mesh) for name in part.mesh_dim_names or ())
     root = mesh._get_root_mesh()
-    names = root.mesh_dim_names or ()
-    if root == replicate_mesh._get_root_mesh() and shard_name in names and replicate_name in names:
-        plane = root[replicate_name, shard_name] if root.ndim > 2 else root
-        rows: list[list[int]] = plane.mesh.tolist()
-        if plane.mesh_dim_names == (replicate_name, shard_name):
-            return rows
-        return [list(column) for column in zip(*rows, strict=True)]
-    gathered: list[list[int]] = [[] for _ in range(replicate_mesh.size())]
-    mine = dist.get_process_group_ranks(mesh.get_group())
-    dist.all_gather_object(gathered, mine, group=replicate_mesh.get_group())
-    return gathered
+    if root == replicate_mesh._get_root_mesh() and len(names) == 2:
+        # A root that has the dimensions in the other order gives no such part.
+        with contextlib.suppress(KeyError):
+            part = root[names]
+            if part.ndim == 2:
+                return part
+    rows: list[list[int]] = [[] for _ in range(replicate_mesh.size())]
+    dist.all_gather_object(rows, dist.get_process_group_ranks(mesh.get_group()), group=replicate_mesh.get_group())
+    ranks = [rank for row in rows for rank in row]
+    if len(set(ranks)) != len(ranks):
+        raise ConfigurationError(f"mesh and replicate_mesh overlap instead of forming a grid: {rows}")
+    return DeviceMesh.from_group(
+        [replicate_mesh.get_group(), mesh.get_group()],
+        mesh.device_type,
+        mesh=rows,
+        mesh_dim_names=names if len(names) == 2 else None,
+    )

@@ -287,17 +287,15 @@ def _topology(
 
 def _compare_plans(plan: Plan, topology: Topology) -> None:
     """Refuse to start when the ranks would communicate differently."""
-    if topology.flat_group is None or topology.size == 1 or dist.get_backend(topology.flat_group) == "fake":
+    if topology.grid is None or not topology.grid.talks:
         return
-    digests: list[str | None] = [None] * topology.size
-    dist.all_gather_object(digests, plan.digest(), group=topology.flat_group)
+    digests = topology.grid.all_gather_object(plan.digest())
     if len(set(digests)) == 1:
         return
-    plans: list[dict[str, Any] | None] = [None] * topology.size
-    dist.all_gather_object(plans, plan.to_json(), group=topology.flat_group)
-    mine = topology.flat_rank(topology.slot)
+    plans = topology.grid.all_gather_object(plan.to_json())
+    mine = topology.grid.rank
     for rank, other in enumerate(plans):
-        if other is not None and digests[rank] != digests[mine]:
+        if digests[rank] != digests[mine]:
             difference = plan.difference(Plan.from_json(other))
             raise LockstepError(
                 f"data-parallel ranks {mine} and {rank} made different plans; first difference (here / there): "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -20,8 +21,14 @@ def flat_mesh(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
 
 
+def grid_mesh(world: int, hsdp: bool) -> DeviceMesh:
+    """What owned tensors of a model live on: the shard mesh, or two replicas of it."""
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")) if hsdp else flat_mesh(world)
+
+
 def own(whole: torch.Tensor, mesh: DeviceMesh, owner: int, *, requires_grad: bool = False) -> OwnedTensor:
-    local = whole.clone() if mesh.get_local_rank() == owner else whole.new_empty((0, *whole.shape[1:]))
+    flat = mesh.mesh.flatten().tolist().index(dist.get_rank())
+    local = whole.clone() if flat == owner else whole.new_empty((0, *whole.shape[1:]))
     return OwnedTensor.from_local(local, mesh, owner=owner, shape=whole.shape, requires_grad=requires_grad)
 
 

@@ -44,11 +44,11 @@ def spread_model(seed: int, world: int, *, shards: int | None = None) -> Mixed:
     """``Mixed`` with owned matrices; ``shards`` smaller than the world makes an HSDP mesh."""
     model = Mixed(seed)
     mesh = init_device_mesh("cpu", (world // (shards or world), shards or world), mesh_dim_names=("replicate", "shard"))
-    flat = mesh._flatten("dp")
+    if shards is None:
+        mesh = mesh["shard"]
     for index, layer in enumerate((model.up, model.down)):
-        layer.weight = parameter(layer.weight.detach(), flat, (index + 1) % world)
-    ignored = {model.up.weight, model.down.weight}
-    fully_shard(model, mesh=mesh["shard"] if shards is None else mesh, ignored_params=ignored)
+        layer.weight = parameter(layer.weight.detach(), mesh, (index + 1) % world)
+    fully_shard(model, mesh=mesh, ignored_params={model.up.weight, model.down.weight})
     return model
 
 

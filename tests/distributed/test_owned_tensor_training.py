@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
-from tests.distributed.owned_tensors import assert_whole, flat_mesh, own, parameter, values
+from tests.distributed.owned_tensors import assert_whole, flat_mesh, grid_mesh, own, parameter, values
 from tests.harness import run_ranks
 
 SHAPES = [
@@ -29,18 +29,17 @@ def whole_params() -> list[nn.Parameter]:
     return params
 
 
-def spread(
-    whole: torch.Tensor, index: int, flat: DeviceMesh, mesh: DeviceMesh, layout: list[Placement]
-) -> torch.Tensor:
-    return own(whole, flat, OWNED[index]) if index in OWNED else distribute_tensor(whole, mesh, layout)
+def spread(whole: torch.Tensor, index: int, mesh: DeviceMesh) -> torch.Tensor:
+    layout: list[Placement] = [Replicate(), Shard(0)] if mesh.ndim == 2 else [Shard(0)]
+    return own(whole, mesh, OWNED[index]) if index in OWNED else distribute_tensor(whole, mesh, layout)
 
 
-def spread_params(flat: DeviceMesh, mesh: DeviceMesh, layout: list[Placement]) -> list[nn.Parameter]:
+def spread_params(mesh: DeviceMesh) -> list[nn.Parameter]:
     params = []
     for index, whole in enumerate(whole_params()):
-        param = nn.Parameter(spread(whole.detach(), index, flat, mesh, layout))
+        param = nn.Parameter(spread(whole.detach(), index, mesh))
         assert whole.grad is not None
-        param.grad = spread(whole.grad, index, flat, mesh, layout)
+        param.grad = spread(whole.grad, index, mesh)
         params.append(param)
     return params
 
@@ -50,47 +49,35 @@ def assert_same_params(params: list[nn.Parameter], expected: list[nn.Parameter])
         torch.testing.assert_close(param.detach().full_tensor(), whole.detach(), rtol=1e-5, atol=1e-6)
 
 
-def clips(rank: int, world: int, norm_type: float) -> None:
-    mesh = flat_mesh(world)
-    params, expected = spread_params(mesh, mesh, [Shard(0)]), whole_params()
-    gradients = [param.grad for param in params]
-    total = torch.nn.utils.get_total_norm(gradients, norm_type)
-    norm = torch.nn.utils.clip_grad_norm_(params, 0.5, norm_type)
-    reference = torch.nn.utils.clip_grad_norm_(expected, 0.5, norm_type)
-    assert isinstance(norm, DTensor)
-    torch.testing.assert_close(norm.full_tensor(), reference)
-    torch.testing.assert_close(total.full_tensor(), reference)
-    for param, whole in zip(params, expected, strict=True):
-        assert type(param.grad) is type(param.detach())
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
+def clips(rank: int, world: int, hsdp: bool) -> None:
+    mesh = grid_mesh(world, hsdp)
+    for norm_type in (2.0, 1.0, 3.0, float("inf")):
+        for foreach in (None, True, False):
+            params, expected = spread_params(mesh), whole_params()
+            gradients = [param.grad for param in params]
+            total = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite=True, foreach=foreach)
+            norm = torch.nn.utils.clip_grad_norm_(params, 0.5, norm_type, foreach=foreach)
+            reference = torch.nn.utils.clip_grad_norm_(expected, 0.5, norm_type)
+            assert isinstance(norm, DTensor)
+            torch.testing.assert_close(norm.full_tensor(), reference)
+            torch.testing.assert_close(total.full_tensor(), reference)
+            for param, whole in zip(params, expected, strict=True):
+                assert type(param.grad) is type(param.detach())
+                torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
+    param = params[0]
+    if param.is_owner:
+        param.grad.to_local()[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.get_total_norm([param.grad for param in params], error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("world", [2, 4])
-def test_clip_grad_norm_beside_fsdp_gives_single_process_norm(world: int, norm_type: float) -> None:
-    run_ranks(clips, world, norm_type)
-
-
-def clips_on_hsdp(rank: int, world: int) -> None:
-    hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    flat = hsdp._flatten("dp")
-    params, expected = spread_params(flat, hsdp, [Replicate(), Shard(0)]), whole_params()
-    owned = [params[index] for index in OWNED]
-    norm = torch.nn.utils.clip_grad_norm_(owned, 0.5)
-    reference = torch.nn.utils.clip_grad_norm_([expected[index] for index in OWNED], 0.5)
-    torch.testing.assert_close(norm.full_tensor(), reference)
-    for index in OWNED:
-        torch.testing.assert_close(params[index].grad.full_tensor(), expected[index].grad)
-
-
-def test_clip_grad_norm_on_flattened_hsdp_mesh_gives_single_process_norm() -> None:
-    run_ranks(clips_on_hsdp, 4)
+@pytest.mark.parametrize(("world", "hsdp"), [(2, False), (4, False), (4, True)])
+def test_torch_clipping_of_owned_and_sharded_tensors_gives_single_process_norms(world: int, hsdp: bool) -> None:
+    run_ranks(clips, world, hsdp)
 
 
 def optimizer_steps(rank: int, world: int, name: str, options: dict[str, object], hsdp: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")) if hsdp else flat_mesh(world)
-    flat = mesh._flatten("dp") if hsdp else mesh
-    params = spread_params(flat, mesh, [Replicate(), Shard(0)] if hsdp else [Shard(0)])
+    params = spread_params(grid_mesh(world, hsdp))
     expected = whole_params()
     kind = getattr(torch.optim, name)
     optimizer, reference = kind(params, lr=0.1, **options), kind(expected, lr=0.1)
@@ -126,7 +113,7 @@ def test_foreach_optimizer_takes_owned_and_hsdp_tensors_together() -> None:
 
 def fused_steps(rank: int, world: int) -> None:
     mesh = flat_mesh(world)
-    params, expected = spread_params(mesh, mesh, [Shard(0)]), whole_params()
+    params, expected = spread_params(mesh), whole_params()
     owned, plain = [params[index] for index in OWNED], [expected[index] for index in OWNED]
     optimizer, reference = torch.optim.AdamW(owned, lr=0.1, fused=True), torch.optim.AdamW(plain, lr=0.1, fused=True)
     for _ in range(2):
@@ -142,7 +129,7 @@ def test_fused_adamw_gives_single_process_weights() -> None:
 def foreach_lists(rank: int, world: int) -> None:
     mesh = flat_mesh(world)
     wholes = [values(index, shape) for index, shape in enumerate(SHAPES)]
-    tensors = [spread(whole, index, mesh, mesh, [Shard(0)]) for index, whole in enumerate(wholes)]
+    tensors = [spread(whole, index, mesh) for index, whole in enumerate(wholes)]
     scalars = [float(index + 1) for index in range(len(SHAPES))]
     for result, expected in [
         (torch._foreach_mul(tensors, scalars), torch._foreach_mul(wholes, scalars)),
@@ -161,9 +148,7 @@ def test_foreach_operators_keep_the_order_of_mixed_lists() -> None:
 
 
 def scaler_steps(rank: int, world: int, overflowing: int | None, hsdp: bool) -> tuple[float, bool]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hsdp else flat_mesh(world)
-    flat = mesh._flatten("dp") if hsdp else mesh
-    params = spread_params(flat, mesh, [Replicate(), Shard(0)] if hsdp else [Shard(0)])
+    params = spread_params(grid_mesh(world, hsdp))
     if hsdp:
         params = [params[index] for index in OWNED]
     optimizer = torch.optim.SGD(params, lr=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,9 @@ class FakeRuntime:
     def maximum(self, values: Tensor) -> Tensor:
         self.calls.append("maximum")
         return values.clone()
+
+    def from_first(self, value: Any) -> Any:
+        return value
 
     def agree(self, values: Tensor) -> Tensor:
         self.calls.append("agree")

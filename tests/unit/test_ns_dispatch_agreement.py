@@ -26,7 +26,7 @@ def on_ranks(objects: list[NewtonSchulz]) -> list[Exception | None]:
             return torch.stack(sent).amax(0)
 
         try:
-            require_same_on_all_ranks(objects[rank], RankGroup(agree))
+            require_same_on_all_ranks(objects[rank], RankGroup(agree, lambda value: value))
         except LockstepError as error:
             raised[rank] = error
 
@@ -62,4 +62,4 @@ def test_one_rank_with_other_settings_stops_all(options):
 
 
 def test_one_process_agrees_with_itself():
-    require_same_on_all_ranks(NewtonSchulz(), RankGroup(lambda values: values))
+    require_same_on_all_ranks(NewtonSchulz(), RankGroup(lambda values: values, lambda value: value))

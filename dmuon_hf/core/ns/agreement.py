@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,12 +34,14 @@ class RankGroup:
     """The data-parallel ranks, as this module uses them.
 
     Attributes:
-        maximum: Elementwise maximum of a small float32 vector over all of them: the collective.
+        maximum: Elementwise maximum of a small float32 vector over all of them: a collective.
+        from_first: What the first of them passes, on all; it has to be picklable: a collective.
         device: Where that vector has to be, and what Newton-Schulz runs on.
         is_first: Whether this is the first of them.
     """
 
     maximum: Callable[[Tensor], Tensor]
+    from_first: Callable[[Any], Any]
     device: torch.device = _CPU
     is_first: bool = True
 
@@ -55,13 +56,7 @@ class RankGroup:
         agreed = self._agreed([*digest, *(-part for part in digest)])
         return torch.equal(agreed[:2], -agreed[2:])
 
-    def from_first(self, value: Any) -> Any:
-        """What the first rank passes, on all; it has to be picklable. Two collectives, of four bytes per byte."""
-        data = pickle.dumps(value) if self.is_first else b""
-        length = int(self._agreed([len(data)])[0])
-        return pickle.loads(bytes(map(int, self._agreed([*data] or [0] * length).tolist())))
-
-    def _agreed(self, values: list[Any]) -> Tensor:
+    def _agreed(self, values: list[float]) -> Tensor:
         return self.maximum(torch.tensor(values, dtype=torch.float32, device=self.device))
 
 

@@ -188,8 +188,9 @@ class Muon(Optimizer):
 
     @property
     def _ranks(self) -> RankGroup:
-        topology = self._runtime.topology
-        return RankGroup(self._runtime.maximum, topology.device, is_first=topology.slot == (0, 0))
+        runtime = self._runtime
+        topology = runtime.topology
+        return RankGroup(runtime.maximum, runtime.from_first, topology.device, is_first=topology.slot == (0, 0))
 
     def _autotune(self) -> None:
         """Let the first rank time kernels for what any rank will run, if the user asked for that. Collective then."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmuon_hf.core.errors import ConfigurationError
@@ -137,7 +136,8 @@ def _initial_local(
         if value.is_meta:
             value = torch.empty(entry.shape, dtype=entry.dtype, device=topology.device)
         value = value.to(topology.device).contiguous()
-        dist.broadcast(value, group=topology.flat_group, group_src=options.source_rank)
+        assert topology.grid is not None
+        topology.grid.broadcast(value, options.source_rank)
     if not is_owner:
         return torch.empty((0, *entry.shape[1:]), dtype=dtype, device=topology.device)
     if value.is_meta:

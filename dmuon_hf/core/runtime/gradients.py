@@ -193,7 +193,7 @@ class UnitGrads:
         assert isinstance(owned, OwnedTensor)
         if owned.grad is None:
             local = torch.zeros_like(owned._local_tensor) if grad is None else grad.to(owned.dtype)
-            owned.grad = OwnedTensor.from_local(local, owned.device_mesh, owner=owned.owner, shape=owned.shape)
+            owned.grad = owned.like(local)
             self._put[i] = owned.grad
         elif grad is not None:
             assert isinstance(owned.grad, OwnedTensor)

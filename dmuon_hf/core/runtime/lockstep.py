@@ -138,7 +138,7 @@ class LockstepMonitor:
         Raises:
             ConfigurationError: One of them is no number of seconds.
         """
-        if topology.flat_group is None or topology.size == 1:
+        if topology.grid is None or topology.size == 1:
             return
         self._topology = topology
         if topology.is_hsdp:

@@ -58,7 +58,6 @@ class LockstepWatch:
     """Peers, store and thread of one monitor. Built by :meth:`start`."""
 
     def __init__(self, monitor: LockstepMonitor, topology: Topology, store: Any, *, limit: float) -> None:
-        assert topology.flat_group is not None
         self._monitor = weakref.ref(monitor)
         self._rank = topology.flat_rank(topology.slot)
         self._size = topology.size
@@ -82,11 +81,11 @@ class LockstepWatch:
     @classmethod
     def start(cls, monitor: LockstepMonitor, topology: Topology) -> LockstepWatch | None:
         """Publish a first position and start the thread; ``None`` where that is turned off or not possible."""
-        assert topology.flat_group is not None
+        assert topology.grid is not None
         limit = _seconds(LIMIT_VARIABLE, _DEFAULT_LIMIT)
-        if limit == 0 or dist.get_backend(topology.flat_group) == "fake":
+        if limit == 0 or topology.grid.is_fake:
             return None
-        store = _own_store(topology.flat_group)
+        store = _own_store(topology.grid.ranks)
         if store is None:
             return None
         watch = cls(monitor, topology, store, limit=limit)
@@ -312,9 +311,8 @@ class LockstepWatch:
         return [Position.from_json(text) for text in self._store.multi_get(keys)]
 
 
-def _own_store(group: ProcessGroup) -> Any | None:
+def _own_store(ranks: tuple[int, ...]) -> Any | None:
     """A connection of its own to the job's store, under keys that only this runtime on these ranks uses."""
-    ranks = tuple(dist.get_process_group_ranks(group))
     number = _watched[ranks] = _watched.get(ranks, 0) + 1
     store = dist.distributed_c10d._get_default_store()
     try:

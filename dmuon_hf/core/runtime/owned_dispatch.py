@@ -28,6 +28,7 @@ from dmuon_hf.core.runtime.owned_ops import (
     mutated_arguments,
 )
 from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor, make_owned, owned_spec, replicated
+from dmuon_hf.core.runtime.ownership import broadcast_from_owner
 
 __all__ = ["dispatch"]
 
@@ -57,6 +58,10 @@ def _owned(value: object) -> TypeGuard[OwnedTensor]:
     return isinstance(value, OwnedTensor)
 
 
+def _lie_alike(left: OwnedTensor, right: OwnedTensor) -> bool:
+    return left._ownership == right._ownership and left.device_mesh == right.device_mesh
+
+
 def _way_round(func: OpOverload) -> str:
     if is_random(func):
         return (
@@ -69,8 +74,8 @@ def _way_round(func: OpOverload) -> str:
 def _like(local: torch.Tensor, reference: OwnedTensor, content: Content) -> OwnedTensor:
     spec = reference._spec
     if local.dtype != reference.dtype:
-        spec = owned_spec(reference.device_mesh, reference.shape, local.dtype)
-    return make_owned(local, spec, reference._owner, reference._is_owner, content)
+        spec = owned_spec(reference.device_mesh, reference.shape, local.dtype, reference._ownership)
+    return make_owned(local, spec, reference._ownership, content)
 
 
 def _by_kind(func: OpOverload) -> _Operator | None:
@@ -86,11 +91,7 @@ def _by_kind(func: OpOverload) -> _Operator | None:
 def _local_argument(func: OpOverload, value: Any, reference: OwnedTensor) -> Any:
     """The local part of one argument beside ``reference``; refuses what does not line up with it."""
     if isinstance(value, OwnedTensor):
-        if (
-            value._owner == reference._owner
-            and value.shape == reference.shape
-            and value.device_mesh == reference.device_mesh
-        ):
+        if value.shape == reference.shape and _lie_alike(value, reference):
             return value._local_tensor
         raise DMuonError(f"{func}: owned tensors differ in owner, shape or mesh: {reference} and {value}")
     if not isinstance(value, torch.Tensor):
@@ -163,14 +164,15 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
         raise DMuonError(
             f"copy_: source of shape {tuple(source.shape)} into {destination}: every rank passes the whole tensor"
         )
-    if isinstance(source, OwnedTensor) and (source._owner, source.device_mesh) == (
-        destination._owner,
-        destination.device_mesh,
-    ):
+    if isinstance(source, OwnedTensor) and _lie_alike(source, destination):
         source = source._local_tensor
     elif isinstance(source, DTensor):
         source = source.full_tensor()
-    if destination._is_owner:
+    if destination.is_owner:
+        if source.ndim > 0 and source.shape != destination._local_tensor.shape:
+            sizes, offsets = destination._ownership.part(destination._spec)
+            for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+                source = source.narrow(dim, offset, size)
         func(destination._local_tensor, source, *rest, **kwargs)
     return destination
 
@@ -197,26 +199,35 @@ def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """A statistic of the whole tensor: the owner computes it and broadcasts one element."""
     tensor = args[0]
+    _require_whole(func, tensor)
     outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
     if outline.ndim > 0:
         raise NotImplementedError(
             f"{func} along single dimensions of an owned tensor: gather it with full_tensor() first"
         )
     local = tensor._local_tensor
-    value = func(local, *args[1:], **kwargs) if tensor._is_owner else local.new_empty((), dtype=outline.dtype)
-    wire = value.view(torch.uint8) if value.element_size() == 1 else value
-    dist.broadcast(wire, group=tensor.device_mesh.get_group(), group_src=tensor._owner)
+    value = func(local, *args[1:], **kwargs) if tensor.is_owner else local.new_empty((), dtype=outline.dtype)
+    broadcast_from_owner(value, tensor.device_mesh, tensor._ownership)
     return replicated(value, tensor.device_mesh)
+
+
+def _require_whole(func: OpOverload, tensor: OwnedTensor) -> None:
+    if not tensor._ownership.is_whole(tensor._spec):
+        raise NotImplementedError(
+            f"{func} of an owned tensor that further mesh axes share out ({tensor.placements}): gather it with "
+            "full_tensor() first"
+        )
 
 
 def _compare(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """``torch.equal`` and ``torch.allclose`` of owned tensors, decided by their owner. A collective."""
     reference = next(tensor for tensor in args if _owned(tensor))
+    _require_whole(func, reference)
     local = [_local_argument(func, value, reference) for value in args]
     verdict = torch.zeros((), dtype=torch.uint8, device=reference._local_tensor.device)
-    if reference._is_owner:
+    if reference.is_owner:
         verdict.fill_(func(*local, **kwargs))
-    dist.broadcast(verdict, group=reference.device_mesh.get_group(), group_src=reference._owner)
+    broadcast_from_owner(verdict, reference.device_mesh, reference._ownership)
     return bool(verdict.item())
 
 
@@ -257,7 +268,8 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         func(others, found_inf, inverse_scale)
     func([tensor._local_tensor for tensor in owned], found_inf, inverse_scale)
     for mesh in {id(mesh): mesh for mesh in (tensor.device_mesh for tensor in owned)}.values():
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        for axis in range(mesh.ndim):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
 _SPECIAL: dict[OpOverload, _Operator] = {

@@ -1,9 +1,10 @@
-"""A DTensor whose whole content lies on one rank of its mesh.
+"""A DTensor whose whole content lies at one coordinate of its mesh.
 
 `OwnedTensor` is what a dedicated parameter, its gradient and its optimizer state are between passes: the global
-shape on every rank, the values on the owner, zero rows elsewhere. It declares the placement ``Shard(0)``, which is true
-but for the cut (all rows on one rank), so that code which sorts tensors by mesh and placement treats it as one more
-sharded DTensor.
+shape on every rank, the values on the owner, zero rows elsewhere. It lives on the mesh of the whole grid, as the
+DTensors beside it do. On each axis that it is owned over it declares the placement ``Shard(0)``, which is true but for
+the cut (all rows at one coordinate), so that code which sorts tensors by mesh and placement treats it as one more
+sharded DTensor. On the other axes of its mesh, if there are any, it has ordinary placements.
 
 Operators run on the local tensors and never redistribute. Those that would need values a rank does not have are refused
 (see :mod:`.owned_dispatch`) and name ``full_tensor()`` as the way round.
@@ -19,19 +20,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
+from dmuon_hf.core.runtime.ownership import Ownership, broadcast_from_owner
 
 __all__ = ["Content", "OwnedTensor"]
 
@@ -53,7 +54,7 @@ class Content:
 
 
 class OwnedTensor(DTensor):
-    """A DTensor on a 1-D mesh whose values lie on one rank, the owner; the other ranks hold zero rows.
+    """A DTensor whose values lie on one rank of its mesh, the owner; the other ranks hold zero rows.
 
     Made with :meth:`from_local`. ``shape`` and ``dtype`` are global and equal on all ranks, ``to_local()`` is the
     whole tensor on the owner and has shape ``(0, *shape[1:])`` elsewhere. Elementwise operators,
@@ -63,8 +64,7 @@ class OwnedTensor(DTensor):
     """
 
     # No __slots__: asynchronous checkpoints copy `__dict__` and the class's own `__slots__`, and must reach DTensor's.
-    _owner: int
-    _is_owner: bool
+    _ownership: Ownership
     _content: Content
 
     @staticmethod
@@ -74,48 +74,54 @@ class OwnedTensor(DTensor):
         *,
         owner: int,
         shape: Sequence[int],
+        unowned: Mapping[int, Placement] | None = None,
         requires_grad: bool = False,
     ) -> OwnedTensor:
         """Wrap this rank's part, without copying and without communication. Called on every rank of ``mesh``.
 
         Args:
-            local: contiguous; on the owner the whole tensor, elsewhere an empty one of shape ``(0, *shape[1:])``.
-            mesh: a 1-D mesh (flatten an HSDP mesh first).
-            owner: rank within ``mesh`` that holds the values.
+            local: contiguous; on the owner the whole tensor, elsewhere an empty one of shape ``(0, *shape[1:])``. With
+                ``unowned`` axes the owner's coordinate on the others is held by several ranks, each with its part.
+            mesh: a mesh of any number of dimensions.
+            owner: rank that holds the values, counted row by row through the axes that are owned over.
             shape: global shape, at least one dimension.
+            unowned: placements on the mesh axes, by index, that the tensor is not owned over; none by default.
             requires_grad: whether the result is a leaf that requires a gradient.
 
         Raises:
-            ConfigurationError: for a mesh that is not 1-D, an owner outside it, or a local tensor of the wrong form.
+            ConfigurationError: for an owner outside of the mesh, or a local tensor of the wrong form.
         """
-        if mesh.ndim != 1:
-            raise ConfigurationError(
-                f"an owned tensor needs a 1-D mesh, got {mesh.ndim} dimensions: pass mesh._flatten()"
-            )
-        if not 0 <= owner < mesh.size():
-            raise ConfigurationError(f"owner {owner} is not a rank of a mesh of {mesh.size()} ranks")
-        is_owner = mesh.get_local_rank() == owner
+        ownership = Ownership.on(mesh, owner, unowned or {})
         if not shape:
             raise ConfigurationError("an owned tensor has at least one dimension")
-        expected = tuple(shape) if is_owner else (0, *shape[1:])
+        spec = owned_spec(mesh, shape, local.dtype, ownership)
+        part = ownership.part(spec)[0]
+        expected = tuple(part) if ownership.is_owner else (0, *part[1:])
         if tuple(local.shape) != expected:
-            role = f"the owner, rank {owner}," if is_owner else f"a rank other than the owner {owner}"
+            role = f"the owner, rank {owner}," if ownership.is_owner else f"a rank other than the owner {owner}"
             raise ConfigurationError(f"{role} must hold a local tensor of shape {expected}, got {tuple(local.shape)}")
         if not local.is_contiguous():
             raise ConfigurationError("the local tensor must be contiguous: call .contiguous() first")
+        return make_owned(local.detach(), spec, ownership, Content(), requires_grad)
+
+    def like(self, local: torch.Tensor) -> OwnedTensor:
+        """A new tensor in this one's layout around this rank's part, which fits. No copy, no communication."""
         return make_owned(
-            local.detach(), owned_spec(mesh, shape, local.dtype), owner, is_owner, Content(), requires_grad
+            local.detach(),
+            owned_spec(self.device_mesh, self.shape, local.dtype, self._ownership),
+            self._ownership,
+            Content(),
         )
 
     @property
     def owner(self) -> int:
-        """Rank, within the 1-D mesh, that holds the values."""
-        return self._owner
+        """Rank that holds the values, counted row by row through the mesh axes that the tensor is owned over."""
+        return self._ownership.owner
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank holds the values."""
-        return self._is_owner
+        """Whether this rank holds values."""
+        return self._ownership.is_owner
 
     @property
     def content(self) -> Content:
@@ -134,11 +140,15 @@ class OwnedTensor(DTensor):
         local = self._local_tensor.detach()
         if local.is_meta:
             return local.new_empty(self.shape)
-        whole = local.clone() if self._is_owner else local.new_empty(self.shape)
-        # A byte view: one-byte types such as float8 are not known to every backend.
-        wire = whole.view(torch.uint8) if whole.element_size() == 1 else whole
-        dist.broadcast(wire, group=self.device_mesh.get_group(), group_src=self._owner)
-        return whole
+        ownership, mesh = self._ownership, self.device_mesh
+        part = ownership.part(self._spec)[0]
+        value = local.clone() if ownership.is_owner else local.new_empty(part)
+        broadcast_from_owner(value, mesh, ownership)
+        if ownership.is_whole(self._spec):
+            return value
+        beside = [Replicate() if axis in ownership.axes else self.placements[axis] for axis in range(mesh.ndim)]
+        spread = DTensor.from_local(value, mesh, beside, run_check=False, shape=self.shape, stride=self.stride())
+        return spread.full_tensor()
 
     def redistribute(
         self,
@@ -157,7 +167,7 @@ class OwnedTensor(DTensor):
             NotImplementedError: for any other target; distribute the result of :meth:`full_tensor` instead.
         """
         mesh = device_mesh if device_mesh is not None else self.device_mesh
-        target = tuple(placements) if placements is not None else (Replicate(),)
+        target = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
         if forward_dtype is not None or backward_dtype is not None:
             raise NotImplementedError(
                 "redistribute() of an owned tensor changes no dtype: call .to(dtype) on the result"
@@ -183,9 +193,9 @@ class OwnedTensor(DTensor):
     # Distributed checkpoints: the owner alone writes and reads one chunk that covers the whole tensor.
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        if not self._is_owner:
+        if not self.is_owner:
             return []
-        chunk = ChunkStorageMetadata(offsets=torch.Size([0] * self.ndim), sizes=self.shape)
+        chunk = self._chunk()
         data = TensorWriteData(
             chunk=chunk, properties=TensorProperties.create_from_tensor(self._local_tensor), size=self.shape
         )
@@ -195,7 +205,11 @@ class OwnedTensor(DTensor):
         # Called on every rank of the mesh when a load is planned, and the load then writes the owner's storage behind
         # the dispatcher: the only place where all ranks learn of it.
         self._content.bump()
-        return [ChunkStorageMetadata(offsets=torch.Size([0] * self.ndim), sizes=self.shape)] if self._is_owner else []
+        return [self._chunk()] if self.is_owner else []
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        sizes, offsets = self._ownership.part(self._spec)
+        return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._local_tensor
@@ -203,14 +217,13 @@ class OwnedTensor(DTensor):
     # Wrapper-subclass protocol, copying and printing.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self._spec, self._owner, self._is_owner, self._content, self.requires_grad)
+        return ["_local_tensor"], (self._spec, self._ownership, self._content, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> OwnedTensor:
-        spec, owner, is_owner, content, requires_grad = flatten_spec
-        return make_owned(inner_tensors["_local_tensor"], spec, owner, is_owner, content, requires_grad)
+        return make_owned(inner_tensors["_local_tensor"], *flatten_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTensor:
         if id(self) in memo:
@@ -219,7 +232,7 @@ class OwnedTensor(DTensor):
             raise DMuonError("only leaf tensors can be deep-copied: call .detach() first")
         local = self._local_tensor.detach().clone()
         content = Content(self._content.version + 1)
-        duplicate = make_owned(local, self._spec, self._owner, self._is_owner, content, self.requires_grad)
+        duplicate = make_owned(local, self._spec, self._ownership, content, self.requires_grad)
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))  # `_is_param` makes it an nn.Parameter
         if self.grad is not None:
@@ -235,7 +248,7 @@ class OwnedTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"OwnedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self._local_tensor.device}, "
-            f"owner={self._owner}, is_owner={self._is_owner}, version={self._content.version})"
+            f"owner={self.owner}, is_owner={self.is_owner}, version={self._content.version})"
         )
 
     @classmethod
@@ -248,23 +261,23 @@ class OwnedTensor(DTensor):
         return dispatch(func, args, kwargs or {})
 
 
-def owned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+def owned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, ownership: Ownership) -> DTensorSpec:
     """The DTensor layout of an owned tensor: contiguous, and as good as sharded on its rows."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    return DTensorSpec(mesh, ownership.placements, tensor_meta=meta)
 
 
 def make_owned(
-    local: torch.Tensor, spec: DTensorSpec, owner: int, is_owner: bool, content: Content, requires_grad: bool = False
+    local: torch.Tensor, spec: DTensorSpec, ownership: Ownership, content: Content, requires_grad: bool = False
 ) -> OwnedTensor:
     """An owned tensor of parts that are known to fit; `OwnedTensor.from_local` checks them."""
     tensor = cast(OwnedTensor, OwnedTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad))
-    tensor._owner = owner
-    tensor._is_owner = is_owner
+    tensor._ownership = ownership
     tensor._content = content
     return tensor
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A value that every rank of the mesh has."""
-    return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

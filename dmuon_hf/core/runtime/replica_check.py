@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +48,7 @@ def check_replicas(model: nn.Module) -> None:
     """
     runtime = require_runtime(model)
     topology = runtime.topology
-    if topology.flat_group is None or topology.size == 1 or dist.get_backend(topology.flat_group) == "fake":
+    if topology.grid is None or not topology.grid.talks:
         return
     names: list[str] = []
     peers: list[int] = []

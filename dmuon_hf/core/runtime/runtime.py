@@ -190,13 +190,23 @@ class Runtime:
         return self._all_reduce(values, dist.ReduceOp.SUM, "sum over all ranks")
 
     def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        if self.topology.flat_group is None or self.topology.size == 1:
+        if self.topology.grid is None or self.topology.size == 1:
             return values
         result = values.detach().to(self.topology.device, copy=True)
         self.context.monitor.issue(Channel.CONTROL, what)
         with self.context.monitor.at(what):
-            self.context.device.host_wait(dist.all_reduce(result, op=op, group=self.topology.flat_group, async_op=True))
+            self.topology.grid.all_reduce(result, op, wait=self.context.device.host_wait)
         return result
+
+    def from_first(self, value: Any) -> Any:
+        """What the first data-parallel rank passes, on all; it has to be picklable. Collective, outside of a step."""
+        grid, what = self.topology.grid, "a value of the first rank"
+        if grid is None or not grid.talks:
+            return value
+        # The first rank may be long in making it. The others wait here, where they can be woken, not in a broadcast.
+        self._all_reduce(torch.zeros(1), dist.ReduceOp.MAX, what)
+        with self.context.monitor.at(what):
+            return grid.broadcast_object(value)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

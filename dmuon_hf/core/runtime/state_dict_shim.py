@@ -90,10 +90,9 @@ def _first_owned(value: Any) -> OwnedTensor | None:
 
 def _whole_to_owned(reference: OwnedTensor, whole: torch.Tensor) -> OwnedTensor:
     """Values known to every rank, in the layout of ``reference``, on the device and in the dtype of ``whole``."""
-    local = whole.detach().clone() if reference.is_owner else whole.new_empty((0, *whole.shape[1:]))
-    return OwnedTensor.from_local(
-        local.contiguous(), reference.device_mesh, owner=reference.owner, shape=reference.shape
-    )
+    owned = reference.like(whole.new_empty(reference.to_local().shape))
+    owned.copy_(whole.detach())
+    return owned
 
 
 def _distribute_tensors(
