@@ -1,4 +1,4 @@
-"""The Muon update of whole matrices on their owner: momentum, Newton-Schulz, decoupled decay. No communication.
+"""The Muon update: momentum, Newton-Schulz, decoupled decay. No communication.
 
 ``buf = mu * buf + g``; the direction is ``g + mu * buf`` with Nesterov momentum, else ``buf``; then
 ``w *= 1 - lr * wd`` and ``w -= lr * scale(out, in) * NS(direction)`` (https://kellerjordan.github.io/posts/muon).
@@ -16,7 +16,18 @@ from torch import Tensor
 from dmuon_hf.core.optim.scaling import lr_scale_factor
 from dmuon_hf.core.plan import MatrixSpec
 
-__all__ = ["MAX_BATCH_NUMEL", "MuonRule", "OwnedMatrix", "apply_muon", "momentum_dtype"]
+__all__ = [
+    "MAX_BATCH_NUMEL",
+    "MuonRule",
+    "Orthogonalize",
+    "OwnedMatrix",
+    "Stack",
+    "advance_momentum",
+    "apply_muon",
+    "apply_updates",
+    "momentum_dtype",
+    "orthogonal_updates",
+]
 
 # Bounds the temporaries of one batch: a few times this many fp32 elements (256 MiB each).
 MAX_BATCH_NUMEL: Final = 1 << 26
@@ -44,13 +55,22 @@ class MuonRule:
 
 @dataclass(frozen=True, slots=True)
 class OwnedMatrix:
-    """A stored parameter with its gradient and momentum, all of the same shape and whole on this rank."""
+    """A stored matrix with its gradient and momentum, all of one shape, whole on this rank or the same part of it."""
 
     name: str
     weight: Tensor
     grad: Tensor
     momentum: Tensor
     spec: MatrixSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Directions of stored matrices of one shape, ``(count, *stored)``, and how they become updates."""
+
+    directions: Tensor
+    spec: MatrixSpec
+    rule: MuonRule
 
 
 def momentum_dtype(param: Tensor) -> torch.dtype:
@@ -82,9 +102,10 @@ def apply_muon(
     for batch in _batches(matrices, max_batch_numel):
         if on_batch is not None:
             on_batch(batch)
-        directions = _advance_momentum(batch, rule)
-        updates, logical = _orthogonal_updates(batch, directions, rule, orthogonalize)
-        _apply(batch, updates, rule)
+        directions = advance_momentum(batch, rule)
+        stacked = directions[0].unsqueeze(0) if len(batch) == 1 else torch.stack(list(directions))
+        (updates,), logical = orthogonal_updates([Stack(stacked, batch[0].spec, rule)], orthogonalize)
+        apply_updates(batch, updates.unbind(0), rule)
         count += logical
     return count
 
@@ -101,8 +122,8 @@ def _batches(matrices: Sequence[OwnedMatrix], max_numel: int) -> Iterator[list[O
             yield group[start : start + size]
 
 
-def _advance_momentum(batch: Sequence[OwnedMatrix], rule: MuonRule) -> Sequence[Tensor]:
-    """Move the momentum buffers on by one gradient and return what Newton-Schulz sees."""
+def advance_momentum(batch: Sequence[OwnedMatrix], rule: MuonRule) -> Sequence[Tensor]:
+    """Move the momentum buffers on by one gradient and return what Newton-Schulz sees. Elementwise."""
     momenta = [matrix.momentum for matrix in batch]
     grads = [matrix.grad.to(matrix.momentum.dtype) for matrix in batch]
     torch._foreach_mul_(momenta, rule.momentum)
@@ -112,35 +133,36 @@ def _advance_momentum(batch: Sequence[OwnedMatrix], rule: MuonRule) -> Sequence[
     return momenta
 
 
-def _orthogonal_updates(
-    batch: Sequence[OwnedMatrix], directions: Sequence[Tensor], rule: MuonRule, orthogonalize: Orthogonalize
-) -> tuple[list[Tensor], int]:
-    """``scale * NS`` of every direction in its stored layout, and the number of logical matrices."""
-    pieces = [matrix.spec.split(direction) for matrix, direction in zip(batch, directions, strict=True)]
-    by_shape: dict[torch.Size, list[tuple[int, int]]] = {}
-    for row, logical in enumerate(pieces):
+def orthogonal_updates(stacks: Sequence[Stack], orthogonalize: Orthogonalize) -> tuple[list[Tensor], int]:
+    """``scale * NS`` of every direction in its stored layout, and the number of logical matrices.
+
+    Logical matrices of one shape are one call of ``orthogonalize``, whichever stacks and sections they come from.
+    """
+    pieces = [stack.spec.split(stack.directions) for stack in stacks]
+    alike: dict[tuple[torch.Size, int], list[tuple[int, int]]] = {}
+    for row, (stack, logical) in enumerate(zip(stacks, pieces, strict=True)):
         for column, piece in enumerate(logical):
-            by_shape.setdefault(piece.shape, []).append((row, column))
-    for shape, places in by_shape.items():
+            alike.setdefault((piece.shape[-2:], stack.rule.ns_steps), []).append((row, column))
+    for (shape, steps), places in alike.items():
         members = [pieces[row][column] for row, column in places]
-        stacked = members[0].unsqueeze(0) if len(members) == 1 else torch.stack(members)
-        scaled = orthogonalize(stacked, steps=rule.ns_steps)
-        scaled = scaled.mul_(lr_scale_factor((shape[0], shape[1]), rule.lr_scale))
-        for (row, column), piece in zip(places, scaled.unbind(0), strict=True):
-            pieces[row][column] = piece
+        result = orthogonalize(members[0] if len(members) == 1 else torch.cat(members), steps=steps)
+        for (row, column), piece in zip(places, result.split([len(member) for member in members]), strict=True):
+            pieces[row][column] = piece.mul_(lr_scale_factor((shape[0], shape[1]), stacks[row].rule.lr_scale))
     merged = [
-        logical[0] if matrix.spec == _WHOLE else matrix.spec.merge(logical)
-        for matrix, logical in zip(batch, pieces, strict=True)
+        logical[0] if stack.spec == _WHOLE else stack.spec.merge(logical)
+        for stack, logical in zip(stacks, pieces, strict=True)
     ]
-    return merged, sum(len(logical) for logical in pieces)
+    return merged, sum(len(piece) for logical in pieces for piece in logical)
 
 
-def _apply(batch: Sequence[OwnedMatrix], updates: Sequence[Tensor], rule: MuonRule) -> None:
+def apply_updates(batch: Sequence[OwnedMatrix], updates: Sequence[Tensor], rule: MuonRule) -> None:
+    """Decay the weights and subtract ``lr`` times the updates, in the precision of the momentum. Elementwise."""
     weights = [matrix.weight for matrix in batch]
-    rounded = weights[0].dtype != updates[0].dtype
-    masters = [weight.to(updates[0].dtype) for weight in weights] if rounded else weights
+    wide = batch[0].momentum.dtype
+    rounded = weights[0].dtype != wide
+    masters = [weight.to(wide) for weight in weights] if rounded else weights
     if rule.weight_decay != 0.0:
         torch._foreach_mul_(masters, 1.0 - rule.lr * rule.weight_decay)
-    torch._foreach_add_(masters, list(updates), alpha=-rule.lr)
+    torch._foreach_add_(masters, [update.to(wide) for update in updates], alpha=-rule.lr)
     if rounded:
         torch._foreach_copy_(weights, masters)

@@ -6,7 +6,7 @@ rank, which the ranks confirm by comparing `Plan.digest()`.
 
 from __future__ import annotations
 
-from dmuon_hf.core.plan.cost import CostModel, matrix_cost, newton_schulz_flops
+from dmuon_hf.core.plan.cost import CostModel, LinkCosts, matrix_cost, newton_schulz_flops, sharing_is_cheaper
 from dmuon_hf.core.plan.matrices import MatrixSpec
 from dmuon_hf.core.plan.names import canonical_name
 from dmuon_hf.core.plan.partition import OwnerStrategy, Slot, WorkItem, assign_owners, imbalance
@@ -15,6 +15,7 @@ from dmuon_hf.core.plan.plan import Candidate, ParamEntry, Plan, make_plan
 __all__ = [
     "Candidate",
     "CostModel",
+    "LinkCosts",
     "MatrixSpec",
     "OwnerStrategy",
     "ParamEntry",
@@ -27,4 +28,5 @@ __all__ = [
     "make_plan",
     "matrix_cost",
     "newton_schulz_flops",
+    "sharing_is_cheaper",
 ]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.flops import direct_flops, gram_flops
 from dmuon_hf.core.plan.matrices import MatrixSpec
 
-__all__ = ["FOOTPRINT_FLOPS", "CostModel", "matrix_cost", "newton_schulz_flops"]
+__all__ = [
+    "FOOTPRINT_FLOPS",
+    "CostModel",
+    "LinkCosts",
+    "matrix_cost",
+    "newton_schulz_flops",
+    "sharing_is_cheaper",
+]
 
 CostModel = Literal["optimizer", "numel"]
 
@@ -53,3 +61,33 @@ def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "o
         for logical in spec.logical_shapes(shape)
     )
     return flops + FOOTPRINT_FLOPS * numel
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """Cost of one byte on the wire, in flops: inside one copy of a matrix, and from one copy to another.
+
+    By default those of 450 GB/s between the accelerators of a machine and 45 GB/s between machines, beside 4.5e14
+    flops of 16-bit products a second.
+    """
+
+    near: int = 1_000
+    far: int = 10_000
+
+
+def sharing_is_cheaper(cost: int, numel: int, copies: int, links: LinkCosts) -> bool:
+    """Whether one worker for all copies of a matrix costs less than one for each of them, summed over all ranks.
+
+    One worker takes in the direction and sends the update to every copy; one for each computes ``copies`` times, and
+    nothing leaves a copy. Elements travel in 16 bits.
+
+    Args:
+        cost: of the matrix, by :func:`matrix_cost`.
+        numel: elements of the matrix.
+        copies: replicas that hold it.
+        links: what the wire costs.
+    """
+    one_way = 2 * numel
+    shared = cost + 2 * one_way * links.near + (copies - 1) * one_way * links.far
+    alike = copies * (cost + 2 * one_way * links.near)
+    return shared < alike

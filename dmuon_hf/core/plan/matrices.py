@@ -15,7 +15,7 @@ __all__ = ["MatrixSpec"]
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """The logical ``(out, in)`` matrices inside one stored 2-D parameter.
+    """The logical ``(out, in)`` matrices inside one stored 2-D parameter, or inside each member of a stack of them.
 
     The rows of the stored matrix are ``groups`` equal blocks, and every block consists of ``sections`` in order.
     Logical matrix ``j`` collects section ``j`` of every block and has shape ``(groups * sections[j], in)``. The
@@ -85,37 +85,42 @@ class MatrixSpec:
         return [(self.groups * section, columns) for section in self.sections]
 
     def split(self, stored: torch.Tensor) -> list[torch.Tensor]:
-        """The logical matrices of a stored parameter, ``(out, in)`` each: views, or copies where groups interleave."""
-        self.validate(stored.shape)
+        """The logical matrices of a stored parameter, ``(out, in)`` each: views, or copies where groups interleave.
+
+        Of a stack ``(count, *stored)`` the same of every member, ``(count, out, in)`` each.
+        """
+        self.validate(stored.shape[-2:])
         matrix = stored.mT if self.transposed else stored
         if self.sections is None:
             return [matrix]
         if self.groups == 1:
-            return list(matrix.split(self.sections, dim=0))
-        blocks = matrix.unflatten(0, (self.groups, sum(self.sections)))
-        return [section.flatten(0, 1) for section in blocks.split(self.sections, dim=1)]
+            return list(matrix.split(self.sections, dim=-2))
+        blocks = matrix.unflatten(-2, (self.groups, sum(self.sections)))
+        return [section.flatten(-3, -2) for section in blocks.split(self.sections, dim=-2)]
 
     def merge(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The stored parameter made of the logical matrices, the inverse of :meth:`split`. Always a new tensor."""
+        """The stored parameter, or stack, made of the logical matrices: the inverse of :meth:`split`, a new tensor."""
         self._check_count(matrices)
-        rows, columns = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
-        stored = matrices[0].new_empty((columns, rows) if self.transposed else (rows, columns))
+        rows, columns = sum(matrix.shape[-2] for matrix in matrices), matrices[0].shape[-1]
+        sides = (columns, rows) if self.transposed else (rows, columns)
+        stored = matrices[0].new_empty((*matrices[0].shape[:-2], *sides))
         self.write(stored, matrices)
         return stored
 
     def write(self, stored: torch.Tensor, matrices: Sequence[torch.Tensor]) -> None:
-        """Copy the logical matrices into a stored parameter, in place, casting to its dtype."""
+        """Copy the logical matrices into a stored parameter or stack, in place, casting to its dtype."""
         self._check_count(matrices)
         shapes = [tuple(matrix.shape) for matrix in matrices]
-        if shapes != self.logical_shapes(stored.shape):
+        stack = tuple(stored.shape[:-2])
+        if shapes != [(*stack, *sides) for sides in self.logical_shapes(stored.shape[-2:])]:
             raise ConfigurationError(f"logical matrices of shapes {shapes} do not fill {tuple(stored.shape)} as {self}")
         target = stored.mT if self.transposed else stored
         if self.sections is None:
             target.copy_(matrices[0])
             return
-        blocks = target.unflatten(0, (self.groups, sum(self.sections)))
-        for section, matrix in zip(blocks.split(self.sections, dim=1), matrices, strict=True):
-            section.copy_(matrix.unflatten(0, (self.groups, -1)))
+        blocks = target.unflatten(-2, (self.groups, sum(self.sections)))
+        for section, matrix in zip(blocks.split(self.sections, dim=-2), matrices, strict=True):
+            section.copy_(matrix.unflatten(-2, (self.groups, -1)))
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, read back by :meth:`from_json`."""

@@ -1,0 +1,152 @@
+"""One bucket of one step: directions to their workers, Newton-Schulz, updates home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon_hf.core.optim.update import (
+    MuonRule,
+    Orthogonalize,
+    OwnedMatrix,
+    Stack,
+    advance_momentum,
+    apply_updates,
+    orthogonal_updates,
+)
+from dmuon_hf.core.sharded.exchange import Exchange, Parcel, Shipment
+from dmuon_hf.core.sharded.itinerary import Leg, Stop
+from dmuon_hf.core.sharded.plan import ShardedEntry
+from dmuon_hf.core.sharded.wire import header_numel, read_parts, write_parts
+
+__all__ = ["Bucket", "OnBatch", "Part"]
+
+OnBatch = Callable[[Sequence[OwnedMatrix]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of a stored matrix, the parameter that it belongs to, and the rule of its group."""
+
+    matrix: OwnedMatrix
+    entry: ShardedEntry
+    rule: MuonRule
+
+
+class Bucket:
+    """Used once: :meth:`send_directions`, :meth:`orthogonalize`, :meth:`apply`, in this order on all ranks.
+
+    Args:
+        exchange: How parts travel.
+        stop: What this rank does, without the matrices that nobody saw a gradient for.
+        parts: This rank's part of the matrix of every task of the bucket that it holds some of.
+        dtype: What travels.
+    """
+
+    def __init__(self, exchange: Exchange, stop: Stop, parts: Mapping[int, Part], dtype: torch.dtype) -> None:
+        self._exchange = exchange
+        self._stop = stop
+        self._parts = parts
+        self._dtype = dtype
+        self._shipment: Shipment | None = None
+
+    def send_directions(self) -> None:
+        """Advance the momentum of every part and send directions to their workers. Collective."""
+        directions: dict[int, Tensor] = {}
+        for rule, tasks in self._by(lambda part: part.rule).items():
+            advanced = advance_momentum([self._parts[task].matrix for task in tasks], rule)
+            directions.update(zip(tasks, advanced, strict=True))
+        header = header_numel(self._dtype)
+        shipment = self._ship(self._stop.sends, self._stop.takes, header=header)
+        write_parts(shipment.outgoing, [directions[leg.task] for leg in self._stop.sends])
+        shipment.send()
+        self._shipment = shipment
+
+    def orthogonalize(self, orthogonalize: Orthogonalize, on_batch: OnBatch | None) -> int:
+        """Turn the directions that came in into updates and send them home; returns how many matrices. Collective."""
+        updates: dict[int, Tensor] = {}
+        count = 0
+        if self._stop.work:
+            stacks, tasks = self._assembled()
+            if on_batch is not None:
+                on_batch([self._parts[task].matrix for task in self._stop.work])
+            results, count = orthogonal_updates(stacks, orthogonalize)
+            updates = {
+                task: update
+                for members, result in zip(tasks, results, strict=True)
+                for task, update in zip(members, result.unbind(0), strict=True)
+            }
+        shipment = self._ship(self._stop.gives, self._stop.gets)
+        blocks = [
+            block
+            for leg, segment in zip(self._stop.gives, shipment.outgoing, strict=True)
+            for block in leg.blocks(segment.view(leg.shape), updates[leg.task])
+        ]
+        _copy(blocks)
+        shipment.send()
+        self._shipment = shipment
+        return count
+
+    def apply(self) -> None:
+        """Apply the updates that came home to this rank's parts."""
+        received = self._received()
+        updates = {
+            leg.task: segment.view(leg.shape).to(self._parts[leg.task].matrix.weight.device)
+            for leg, segment in zip(self._stop.gets, received, strict=True)
+        }
+        for (rule, _), tasks in self._by(lambda part: (part.rule, part.matrix.weight.dtype)).items():
+            apply_updates([self._parts[task].matrix for task in tasks], [updates[task] for task in tasks], rule)
+
+    def _assembled(self) -> tuple[list[Stack], list[list[int]]]:
+        """Stacks of whole directions, one for each stored shape, decomposition and rule, and the tasks in them."""
+        received = self._received()
+        received = read_parts(received, [self._stop.work.index(leg.task) for leg in self._stop.takes])
+        alike: dict[Any, list[int]] = {}
+        for task in self._stop.work:
+            part = self._parts[task]
+            alike.setdefault((part.entry.stored, part.entry.spec, part.rule), []).append(task)
+        stacks: list[Stack] = []
+        target: dict[int, Tensor] = {}
+        for (stored, spec, rule), tasks in alike.items():
+            stack = torch.empty((len(tasks), *stored), dtype=self._dtype, device=self._exchange.team.device)
+            stacks.append(Stack(stack, spec, rule))
+            target.update(zip(tasks, stack.unbind(0), strict=True))
+        _copy(
+            [
+                (whole, part)
+                for leg, segment in zip(self._stop.takes, received, strict=True)
+                for part, whole in leg.blocks(segment.view(leg.shape), target[leg.task])
+            ]
+        )
+        return stacks, list(alike.values())
+
+    def _ship(self, outgoing: Sequence[Leg], incoming: Sequence[Leg], *, header: int = 0) -> Shipment:
+        return Shipment(self._exchange, _parcels(outgoing, header), _parcels(incoming, header), self._dtype)
+
+    def _received(self) -> list[Tensor]:
+        if self._shipment is None:
+            raise RuntimeError("nothing was sent yet")
+        shipment, self._shipment = self._shipment, None
+        return shipment.wait()
+
+    def _by(self, key: Callable[[Part], Any]) -> dict[Any, list[int]]:
+        """Tasks by what their parts have in common."""
+        alike: dict[Any, list[int]] = {}
+        for task, part in self._parts.items():
+            alike.setdefault(key(part), []).append(task)
+        return alike
+
+
+def _parcels(legs: Sequence[Leg], header: int) -> list[Parcel]:
+    return [Parcel(leg.peer, leg.numel + header) for leg in legs]
+
+
+def _copy(blocks: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first."""
+    if blocks:
+        targets, sources = zip(*blocks, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))

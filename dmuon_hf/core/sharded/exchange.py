@@ -1,0 +1,87 @@
+"""Packed exchange: parts of many matrices between all ranks, in one uneven all-to-all.
+
+Both ways of a bucket are the same thing, directions to workers and updates home: a list of parts for each peer, laid
+out one after the other. Sender and receiver derive the order from the plan, so nothing but values is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon_hf.core.device import DeviceHandle
+from dmuon_hf.core.runtime.collectives import InFlight, issue_on
+from dmuon_hf.core.sharded.ranks import Team
+
+__all__ = ["Exchange", "Parcel", "Shipment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A part on its way: the peer's position in the team, and its elements."""
+
+    peer: int
+    numel: int
+
+
+class Shipment:
+    """One all-to-all: buffers, flat views of each parcel in them, and the collective once it is issued."""
+
+    def __init__(
+        self, exchange: Exchange, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], dtype: torch.dtype
+    ) -> None:
+        self._exchange = exchange
+        self._sent, self.outgoing = _buffer(outgoing, dtype, exchange.team.device)
+        self._received, self.incoming = _buffer(incoming, dtype, exchange.team.device)
+        self._splits = [_splits(parcels, len(exchange.team.ranks)) for parcels in (incoming, outgoing)]
+        self._flight: InFlight | None = None
+
+    def send(self) -> None:
+        """Issue the exchange of what was written into ``outgoing``. Collective over the team."""
+        self._flight = self._exchange.issue(self._received, self._sent, *self._splits)
+        del self.outgoing, self._sent, self._received
+
+    def wait(self) -> list[Tensor]:
+        """What came in, once it is there."""
+        if self._flight is None:
+            raise RuntimeError("wait() before send()")
+        self._flight.wait()
+        return self.incoming
+
+
+class Exchange:
+    """Makes shipments over the group of a team, beside the stream that computes."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._device = DeviceHandle(team.device)
+        self._stream: Any = None
+
+    def issue(self, received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int]) -> InFlight:
+        """Start the all-to-all. Collective over the team."""
+        if self._stream is None:
+            self._stream = self._device.new_stream(high_priority=True)
+
+        def start() -> list[Any]:
+            work = dist.all_to_all_single(received, sent, incoming, outgoing, group=self.team.group, async_op=True)
+            return [work]
+
+        return issue_on(self._device, self._stream, [received, sent], start)
+
+
+def _buffer(parcels: Sequence[Parcel], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    sizes = [parcel.numel for parcel in parcels]
+    buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
+    return buffer, list(buffer.split(sizes)) if sizes else []
+
+
+def _splits(parcels: Sequence[Parcel], peers: int) -> list[int]:
+    splits = [0] * peers
+    for parcel in parcels:
+        splits[parcel.peer] += parcel.numel
+    return splits

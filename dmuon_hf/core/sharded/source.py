@@ -1,0 +1,186 @@
+"""``ShardedSource``: Muon on parameters that stay where they are, DTensors of any layout.
+
+Momentum is elementwise, so every rank keeps it for its own part. What needs the whole matrix travels: directions to one
+worker for each matrix, updates home to everyone who holds some of it. A matrix that lies whole on a rank stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.optim.gradients import local_tensor
+from dmuon_hf.core.optim.update import MuonRule, Orthogonalize
+from dmuon_hf.core.plan import LinkCosts, MatrixSpec
+from dmuon_hf.core.sharded.bucket import OnBatch
+from dmuon_hf.core.sharded.exchange import Exchange
+from dmuon_hf.core.sharded.itinerary import itinerary_of
+from dmuon_hf.core.sharded.layout import layout_of
+from dmuon_hf.core.sharded.plan import BUCKET_NUMEL, ShardedEntry, make_sharded_plan
+from dmuon_hf.core.sharded.ranks import agree_on_entries, join
+from dmuon_hf.core.sharded.runs import placed
+from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
+
+__all__ = ["Hand", "ShardedMatrix", "ShardedSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedMatrix:
+    """One parameter: ``(out, in)``, or a stack ``(count, out, in)`` whose every member ``spec`` describes."""
+
+    name: str
+    param: Tensor
+    spec: MatrixSpec = field(default_factory=MatrixSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """What the optimizer brings for one parameter in one step: its momentum, and the rule of its group."""
+
+    momentum: Tensor
+    rule: MuonRule
+
+
+class ShardedSource:
+    """The sharded parameters of one optimizer, their workers and their exchange.
+
+    All ranks of the parameters' meshes construct it and call ``update`` together.
+
+    Args:
+        matrices: This rank's parameters.
+        bucket_numel: Most elements that a worker takes in with one bucket. Two buckets are in memory at a time.
+        links: Costs of the wire, by which copies of a matrix share the work or not.
+
+    Raises:
+        ConfigurationError: A parameter is neither a matrix nor a stack, or its local tensors do not fit its placements.
+        LockstepError: The ranks have different parameters.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[ShardedMatrix],
+        *,
+        bucket_numel: int = BUCKET_NUMEL,
+        links: LinkCosts | None = None,
+    ) -> None:
+        self.matrices = {matrix.name: matrix for matrix in matrices}
+        self.team = join([matrix.param for matrix in matrices])
+        mine = [
+            ShardedEntry(
+                matrix.name,
+                matrix.param.dtype,
+                matrix.spec,
+                layout_of(matrix.param, matrix.name, rank=self.team.rank),
+            )
+            for matrix in matrices
+        ]
+        with torch.no_grad():
+            shapes = [tuple(local_tensor(matrix.param, matrix.name).shape) for matrix in matrices]
+        entries = agree_on_entries(mine, shapes, self.team)
+        self.plan = make_sharded_plan(entries, self.team.ranks, bucket_numel=bucket_numel, links=links)
+        if len(set(self.team.gather(self.plan.digest()))) != 1:
+            raise LockstepError(
+                "the ranks planned their sharded matrices differently, though they know the same of them"
+            )
+        self._itinerary = itinerary_of(self.plan, self.team.rank)
+        self._exchange = Exchange(self.team)
+        self._first_flag = _offsets(entry.count for entry in self.plan.entries)
+
+    # -- what is to be agreed on -------------------------------------------------------------------------------------
+
+    @property
+    def flag_count(self) -> int:
+        """Flags of all ranks: one for each stored matrix."""
+        return sum(entry.count for entry in self.plan.entries)
+
+    def flags(self) -> Tensor:
+        """Per stored matrix whether this rank saw a gradient: float32 ``(flag_count,)`` on the team's device.
+
+        A member of a stack has one where its part here is not zero: an expert without tokens gets zeros.
+        The elementwise maximum over all ranks says which matrices ``update`` is to take. Does not synchronise.
+        """
+        flags = torch.zeros(self.flag_count, dtype=torch.float32, device=self.team.device)
+        for index, entry, matrix in self._mine():
+            grad = matrix.param.grad
+            if grad is None:
+                continue
+            first = self._first_flag[index]
+            if not entry.is_stack:
+                flags[first] = 1.0
+                continue
+            local = local_tensor(grad, f"the gradient of {entry.name}")
+            if local.numel() == 0:
+                continue
+            seen = (torch.linalg.vector_norm(local, float("inf"), dim=(1, 2)) > 0).to(flags)
+            coordinate = entry.layout.coordinates()[entry.layout.ranks.index(self.team.rank)]
+            for inner, outer in placed(entry.layout.held(coordinate)[0]):
+                flags[first + outer.start : first + outer.stop] = seen[inner]
+        return flags
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(
+        self,
+        hands: Mapping[str, Hand],
+        reached: Sequence[bool],
+        orthogonalize: Orthogonalize,
+        *,
+        on_batch: OnBatch | None = None,
+    ) -> int:
+        """Update momentum and weights of every matrix that some rank saw a gradient for. Collective over the team.
+
+        While one bucket is orthogonalised the directions of the next one travel.
+
+        Args:
+            hands: Momentum, laid out as the parameter, and rule of every parameter by name.
+            reached: What all ranks agreed on, per flag.
+            orthogonalize: Newton-Schulz.
+            on_batch: Called before each batch that is orthogonalised.
+
+        Returns:
+            Logical matrices that were orthogonalised on this rank.
+        """
+        local = {
+            index: LocalParameter(
+                weight=local_tensor(matrix.param, matrix.name),
+                grad=self._gradient(matrix),
+                momentum=local_tensor(hands[matrix.name].momentum, matrix.name),
+                rule=hands[matrix.name].rule,
+            )
+            for index, _, matrix in self._mine()
+        }
+        first = self._first_flag
+        return ShardedStep(
+            self.plan,
+            self._itinerary,
+            self._exchange,
+            local=local,
+            reached=[reached[start:stop] for start, stop in pairwise(first)],
+            orthogonalize=orthogonalize,
+            on_batch=on_batch,
+        ).run()
+
+    def _gradient(self, matrix: ShardedMatrix) -> Tensor:
+        """The local gradient; zeros where this rank saw none but another one did, or none was reached."""
+        grad = matrix.param.grad
+        if grad is None:
+            return torch.zeros_like(local_tensor(matrix.param, matrix.name))
+        return local_tensor(grad, f"the gradient of {matrix.name}")
+
+    def _mine(self) -> Iterable[tuple[int, ShardedEntry, ShardedMatrix]]:
+        for index, entry in enumerate(self.plan.entries):
+            if self.team.rank in entry.layout.ranks:
+                yield index, entry, self.matrices[entry.name]
+
+
+def _offsets(counts: Iterable[int]) -> list[int]:
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets

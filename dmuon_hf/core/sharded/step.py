@@ -1,0 +1,116 @@
+"""One optimizer step on sharded matrices: what lies whole is updated in place, the rest goes bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix, apply_muon
+from dmuon_hf.core.sharded.bucket import Bucket, OnBatch, Part
+from dmuon_hf.core.sharded.exchange import Exchange
+from dmuon_hf.core.sharded.itinerary import Itinerary, Place
+from dmuon_hf.core.sharded.plan import ShardedPlan
+from dmuon_hf.core.sharded.wire import wire_dtype
+
+__all__ = ["LocalParameter", "ShardedStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """What this rank holds of one parameter: local tensors of one shape, and the rule of its group."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+    rule: MuonRule
+
+
+class ShardedStep:
+    """The work of one step on one rank.
+
+    Args:
+        plan: What all ranks agreed on.
+        itinerary: The plan as seen from this rank.
+        exchange: How parts travel.
+        local: Per entry of the plan, by index, what this rank holds of it.
+        reached: Per entry and member of its stack whether some rank saw a gradient; equal on all ranks.
+        orthogonalize: Newton-Schulz.
+        on_batch: Called before each batch that is orthogonalised.
+    """
+
+    def __init__(
+        self,
+        plan: ShardedPlan,
+        itinerary: Itinerary,
+        exchange: Exchange,
+        *,
+        local: Mapping[int, LocalParameter],
+        reached: Sequence[Sequence[bool]],
+        orthogonalize: Orthogonalize,
+        on_batch: OnBatch | None,
+    ) -> None:
+        self._plan = plan
+        self._itinerary = itinerary
+        self._exchange = exchange
+        self._local = local
+        self._reached = reached
+        self._orthogonalize = orthogonalize
+        self._on_batch = on_batch
+
+    def run(self) -> int:
+        """Update everything; returns how many logical matrices this rank orthogonalised. Collective.
+
+        While one bucket is orthogonalised, the directions of the next one travel out and the updates of the last one
+        travel home; what lies whole is computed while the first one travels.
+        """
+        active = {number for number, task in enumerate(self._plan.tasks) if self._reached[task.entry][task.member]}
+        numbers = sorted({self._plan.tasks[task].bucket for task in active})
+        count = 0
+        current = self._sent(numbers[0], active) if numbers else None
+        count += self._update_whole()
+        last: Bucket | None = None
+        for following in [*numbers[1:], None] if numbers else []:
+            assert current is not None
+            coming = None if following is None else self._sent(following, active)
+            count += current.orthogonalize(self._orthogonalize, self._on_batch)
+            if last is not None:
+                last.apply()
+            last, current = current, coming
+        if last is not None:
+            last.apply()
+        return count
+
+    def _sent(self, number: int, active: set[int]) -> Bucket:
+        """A bucket whose directions are on their way."""
+        stop = self._itinerary.stops[number].only(active)
+        parts = {task: self._part(place) for task, place in stop.places.items()}
+        entry = next(self._plan.entries[task.entry] for task in self._plan.tasks if task.bucket == number)
+        momentum = torch.promote_types(entry.dtype, torch.float32)
+        dtype = wire_dtype(self._orthogonalize, momentum, self._exchange.team.device)
+        bucket = Bucket(self._exchange, stop, parts, dtype)
+        bucket.send_directions()
+        return bucket
+
+    def _update_whole(self) -> int:
+        by_rule: dict[MuonRule, list[OwnedMatrix]] = {}
+        for place in self._itinerary.whole:
+            if self._reached[place.entry][place.member]:
+                part = self._part(place)
+                by_rule.setdefault(part.rule, []).append(part.matrix)
+        return sum(
+            apply_muon(matrices, rule, self._orthogonalize, on_batch=self._on_batch)
+            for rule, matrices in by_rule.items()
+        )
+
+    def _part(self, place: Place) -> Part:
+        """This rank's part of a stored matrix."""
+        local, entry = self._local[place.entry], self._plan.entries[place.entry]
+        name, weight, grad, momentum = entry.name, local.weight, local.grad, local.momentum
+        if place.local is not None:
+            name = f"{name}[{place.member}]"
+            weight, grad, momentum = weight[place.local], grad[place.local], momentum[place.local]
+        matrix = OwnedMatrix(name=name, weight=weight, grad=grad, momentum=momentum, spec=entry.spec)
+        return Part(matrix, entry, local.rule)
