@@ -31,6 +31,7 @@ class Launch:
     shard_mesh: DeviceMesh | None = None
     replicate_mesh: DeviceMesh | None = None
     compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     block_classes: tuple[str, ...] | None = None
@@ -46,6 +47,7 @@ class Launch:
             matrix_spec_fn=lambda name, parameter: specs[canonical_name(name, model)],
             hook_boundary_resolver=HookBoundaries(model, self.block_classes),
             compute_dtype=self.compute_dtype,
+            reduce_dtype=self.reduce_dtype,
             master_dtype=self.master_dtype,
             reshard_after_forward=self.reshard_after_forward,
             source_rank=self.source_rank,
@@ -80,6 +82,8 @@ def current_launch() -> Launch:
         shard_mesh=shard_mesh,
         replicate_mesh=replicate_mesh,
         compute_dtype=None if policy is None else policy.param_dtype,
+        # Without one of its own FSDP2 reduces gradients as they are, in the dtype of the computation.
+        reduce_dtype=None if policy is None else policy.reduce_dtype or policy.param_dtype,
         # accelerate keeps fp32 masters of what it shards under mixed precision; owners do the same.
         master_dtype=None if state.mixed_precision == "no" else torch.float32,
         reshard_after_forward=plugin.reshard_after_forward,

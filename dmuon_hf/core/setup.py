@@ -55,6 +55,7 @@ def dedicate_params(
     process_group_policy: str | None = None,
     *,
     matrix_spec_fn: MatrixSpecFn | None = None,
+    reduce_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
     source_rank: int | None = None,
 ) -> dict[nn.Parameter, int | tuple[int, int]]:
@@ -72,7 +73,7 @@ def dedicate_params(
         mesh: 1-D mesh over the shard dimension, or ``None``.
         predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update.
             Parameters that do not require a gradient are left to FSDP2 even if it is true.
-        compute_dtype: Dtype that weights are gathered and used in; gradients are reduced in fp32.
+        compute_dtype: Dtype that weights are gathered and used in.
         reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3);
             ``False`` keeps them until the end of backward (Z2).
         replicate_mesh: 1-D mesh over the replicate dimension of the same grid (HSDP). Owners are then chosen among all
@@ -97,6 +98,9 @@ def dedicate_params(
             themselves; ``DMUON_PROCESS_GROUP_POLICY`` when left out, else ``"isolated"``.
         matrix_spec_fn: ``(name, param) -> MatrixSpec | None``: how a stored tensor decomposes into logical matrices;
             ``None`` is one whole matrix.
+        reduce_dtype: Dtype in which gradients travel to the owners and are accumulated under ``no_sync``, as in FSDP2's
+            policy; fp32 by default. On gloo the owner adds them up in fp32 at least, NCCL adds in this dtype; the
+            gradient that the optimizer reads has the dtype of the master.
         master_dtype: Dtype of what owners keep and update; the parameter's own by default.
         source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; the owner's by
             default.
@@ -109,8 +113,8 @@ def dedicate_params(
 
     Raises:
         ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
-            is already distributed, an argument is wrong, or ``master_dtype`` or ``source_rank`` is given in one
-            process.
+            is already distributed, has a hook of ``register_hook``, an argument is wrong, or ``reduce_dtype``,
+            ``master_dtype`` or ``source_rank`` is given in one process.
         LockstepError: The ranks' plans differ; the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
@@ -123,8 +127,10 @@ def dedicate_params(
         param_policy_fn=(param_policy_fn, None),
     )
     strategy = _setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
     if mesh is None:
-        _refuse_without_effect(master_dtype=master_dtype, source_rank=source_rank)
+        _refuse_without_effect(reduce_dtype=reduce_dtype, master_dtype=master_dtype, source_rank=source_rank)
     if runtime_of(model) is not None:
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
@@ -156,6 +162,7 @@ def dedicate_params(
         max_owners_per_group=max_owners_per_group,
         settings={
             "compute_dtype": str(compute_dtype),
+            "reduce_dtype": str(reduce_dtype),
             "master_dtype": str(master_dtype),
             "reshard_after_forward": reshard_after_forward,
             "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
@@ -164,6 +171,7 @@ def dedicate_params(
     _compare_plans(plan, topology)
     options = RuntimeOptions(
         compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
         master_dtype=master_dtype,
         reshard_after_forward=reshard_after_forward,
         delay_second_stage=delay_stage2_to_optimizer,

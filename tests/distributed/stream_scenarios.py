@@ -26,6 +26,7 @@ import dmuon_hf.core as dmuon
 from dmuon_hf.core.runtime import DedicatedCommContext
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
+from dmuon_hf.core.runtime.publish import ColumnCopy
 from tests.distributed.test_interleaving import interleave
 from tests.distributed.training import Run, backward, batch_of, full, prepare
 from tests.harness import models
@@ -175,6 +176,15 @@ def load_weights_after_a_gather_ahead(job: Job) -> None:
     job.train(1)
 
 
+def step_after_a_gather_ahead(job: Job) -> None:
+    """The step publishes what a gather that nobody has waited for still reads."""
+    job.train(1)
+    job.backward(1)
+    job.optimizer.runtime.units[0].weights.gather()
+    job.step()
+    job.train(1)
+
+
 def train_on_a_stream_of_the_caller(job: Job) -> None:
     own = Stream(job.order, "the caller's stream")
     own.wait_stream(job.order.default)
@@ -195,6 +205,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         step_twice,
         discard,
         load_weights_after_a_gather_ahead,
+        step_after_a_gather_ahead,
         fail_in_both_passes,
         drop_the_model_after_step,
         drop_the_model_after_evaluation,
@@ -218,6 +229,28 @@ def judge_interleaving(rank: int, world: int, mode: str, seed: int, length: int)
 def _in_place(buffer: torch.Tensor) -> list[Any]:
     buffer.mul_(2)
     return []
+
+
+def compute_behind_a_publish(rank: int, world: int, run: Run) -> tuple[bool, bool]:
+    """Whether computation has waited for the publish of the first unit: once its gather is issued, and once it runs."""
+
+    def waited(order: StreamOrder, buffer: torch.Tensor) -> bool:
+        writes = order._memory_of(buffer, "the published copy", home=order.default).writes
+        return all(order.default.clock.get(stream, 0) >= access.count for stream, access in writes.items())
+
+    with fake_accelerator() as order:
+        job = Job(order, rank, world, run)
+        job.train(1)
+        weights = job.optimizer.runtime.units[0].weights
+        assert isinstance(weights.placement, OwnerBroadcast)
+        assert weights.placement._column is not None
+        copy = weights.placement._column.buffer
+        weights.gather()
+        issued = waited(order, copy)
+        weights.wait()
+        used = waited(order, copy)
+    assert order.problems == []
+    return issued, used
 
 
 def wait_on_another_stream(rank: int, world: int, told: bool) -> list[str]:
@@ -267,11 +300,23 @@ def _copy_masters_on_the_side() -> AbstractContextManager[Any]:
     return mock.patch.object(OwnerBroadcast, "_copy_in", beside)
 
 
+def _forget_the_reader() -> AbstractContextManager[Any]:
+    publish = ColumnCopy.publish
+
+    def forgetful(column: ColumnCopy, versions: Any) -> None:
+        column._last_read = None
+        publish(column, versions)
+
+    return mock.patch.object(ColumnCopy, "publish", forgetful)
+
+
 _FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "issues without waiting": lambda: mock.patch.object(Stream, "wait_stream", return_value=None),
     "uses without waiting": _use_without_waiting,
     "drops in flight": lambda: mock.patch.object(InFlight, "__del__", return_value=None),
     "copies masters on the side": _copy_masters_on_the_side,
+    "gathers without the publish": lambda: mock.patch.object(ColumnCopy, "wait", return_value=None),
+    "publishes over a copy that is read": _forget_the_reader,
 }
 
 

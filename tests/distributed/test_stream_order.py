@@ -79,12 +79,18 @@ def test_streams_are_in_order_and_results_right_after_any_order_of_operations(mo
         ("uses without waiting", "z3", "train", "race on the weights"),
         ("drops in flight", "hsdp", "drop_the_model_after_step", "early free"),
         ("copies masters on the side", "z3", "load_weights_after_a_gather_ahead", "race"),
+        ("gathers without the publish", "hsdp", "train", "race"),
+        ("publishes over a copy that is read", "hsdp", "step_after_a_gather_ahead", "race"),
     ],
 )
 def test_a_fault_seeded_into_the_runtime_is_found(fault: str, mode: str, program: str, words: str) -> None:
     results = run_ranks(scenarios.judge_with_a_fault, WORLDS[mode], fault, program, Run(mode, "mlp"), env=QUIET)
     for problems, _ in results:
         assert any(words in problem for problem in problems), problems
+
+
+def test_side_stream_waits_for_the_publish_and_computation_only_for_the_weights() -> None:
+    assert run_ranks(scenarios.compute_behind_a_publish, 4, Run("hsdp", "mlp"), env=QUIET) == [(False, True)] * 4
 
 
 def test_buffer_that_another_stream_waits_for_is_kept_until_that_one_is_done() -> None:

@@ -40,6 +40,7 @@ class RuntimeOptions:
 
     Attributes:
         compute_dtype: Dtype of whole weights and of their wire; ``None`` is the parameter's own.
+        reduce_dtype: Dtype in which gradients are accumulated and travel; ``None`` is fp32 at least.
         master_dtype: Dtype of what the owner keeps and updates; ``None`` is the parameter's own.
         reshard_after_forward: Free whole weights between forward and backward (Z3) or keep them (Z2).
         delay_second_stage: Let the replicate stage of the HSDP reduction run on until the end of the pass.
@@ -47,6 +48,7 @@ class RuntimeOptions:
     """
 
     compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     delay_second_stage: bool = True
@@ -120,8 +122,18 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
         unit=entry.unit,
         hsdp=topology.is_hsdp,
     )
+    if param is not target.param:
+        _carry_hooks(target.param, dedicated)
     dedicated.install(param)
     return dedicated
+
+
+def _carry_hooks(original: nn.Parameter, dedicated: DedicatedParam) -> None:
+    """Hooks of the original parameter run for the owned one; the handles that removed them there still do."""
+    dedicated.param._backward_hooks = original._backward_hooks
+    dedicated.refuse_tensor_hooks()
+    if original._post_accumulate_grad_hooks:
+        dedicated.param._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
 
 
 @torch.no_grad()
@@ -169,8 +181,7 @@ def _build_unit(
     )
     ordered = [params[entries[i].name] for i in layout.order]
     compute_dtype = options.compute_dtype or options.master_dtype or entries[0].dtype
-    # Sums of many ranks and micro-batches are kept in fp32 whatever the weights travel in.
-    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
+    reduce_dtype = options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
     weights = UnitWeights(
         name=name,
         params=ordered,
@@ -178,7 +189,7 @@ def _build_unit(
         topology=topology,
         context=context,
         placement=OwnerBroadcast(
-            layout=layout, params=ordered, topology=topology, context=context, dtype=compute_dtype
+            name=name, layout=layout, params=ordered, topology=topology, context=context, dtype=compute_dtype
         ),
         compute_dtype=compute_dtype,
     )

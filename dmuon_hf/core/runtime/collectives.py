@@ -70,7 +70,7 @@ def issue_on(device: DeviceHandle, stream: Any, kept: Sequence[Tensor], issue: C
     On an accelerator ``stream`` first waits for the current stream: there the buffers were allocated and filled. Then
     it waits for the collectives, which the backend runs on a stream of its own. Sources that others write, such as
     masters, are copied into the buffers before this call, on the current stream, so that nothing but ``kept`` is used
-    beside it.
+    beside it; a published copy is read there, and whoever writes it next waits for that.
     """
     if device.is_cpu:
         return InFlight(device, issue(), None, kept)

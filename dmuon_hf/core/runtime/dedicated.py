@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor
 
@@ -88,6 +89,19 @@ class DedicatedParam:
         """Put ``parameter`` into every module slot of this weight."""
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
+
+    def refuse_tensor_hooks(self) -> None:
+        """Raise if somebody hooked the gradient itself: there is none of this parameter in the autograd graph.
+
+        Raises:
+            ConfigurationError: ``register_hook`` was called on the parameter.
+        """
+        if self.param._backward_hooks:
+            raise ConfigurationError(
+                f"{self.name} has a hook of register_hook(), which would see no gradient, or the parts of it that this "
+                "rank computed: use register_post_accumulate_grad_hook(), which runs on the reduced gradient and may "
+                "change param.grad in place"
+            )
 
     def __repr__(self) -> str:
         return f"DedicatedParam({self.name}, shape={tuple(self.shape)}, owner={self.owner_rank})"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from dmuon_hf.core.errors import DMuonError
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
@@ -112,7 +113,8 @@ class UnitGrads:
         self._unreduced_passes = 0
         self._machine.to(GradState.REDUCING)
         self._context.monitor.issue(Channel.SHARD, f"reduction of unit {self._name}")
-        self._pending = self._reduction.launch(grads)
+        with record_function(f"dmuon::reduce {self._name}"):
+            self._pending = self._reduction.launch(grads)
 
     def finish_first_stage(self) -> None:
         if self._pending is not None:
@@ -132,6 +134,7 @@ class UnitGrads:
             if param.param.requires_grad:
                 self._add(i, grad)
         self._machine.to(GradState.REDUCED)
+        self._run_user_hooks()
 
     def keep(self) -> None:
         """Keep the gradients of this pass on this rank (``no_sync``)."""
@@ -186,6 +189,22 @@ class UnitGrads:
                 kept = fresh if kept is None else kept.add_(fresh)
             grads.append(kept)
         return grads
+
+    @torch.no_grad()
+    def _run_user_hooks(self) -> None:
+        """Call what ``register_post_accumulate_grad_hook`` put on the owned parameters, as FSDP2 does for its own.
+
+        On every rank in buffer order, whether or not some rank had a gradient: nobody knows before the step.
+        """
+        for i, param in enumerate(self._params):
+            owned = param.param
+            hooks = owned._post_accumulate_grad_hooks
+            if not hooks or not owned.requires_grad:
+                continue
+            for hook in tuple(hooks.values()):
+                hook(owned)
+            # Whatever a hook left there stands for the gradient of this pass.
+            self._put[i] = owned.grad
 
     def _add(self, i: int, grad: Tensor | None) -> None:
         """Add a gradient (``None`` off the owner, or for a zero one) to the owned parameter's ``.grad``."""

@@ -139,7 +139,7 @@ def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetch
 
 
 def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Prefetcher) -> None:
-    """Begin every backward pass in the outermost graph task, and gather the first unit ahead.
+    """Begin every backward pass in the outermost graph task, and gather the first unit of either direction ahead.
 
     Reentrant checkpointing runs backward passes inside the backward pass; a pass that began in an inner one would end
     with it. The root's outputs are reached first, in the outer one.
@@ -148,12 +148,21 @@ def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Pre
     def pre_forward(module: nn.Module, args: Any) -> None:
         if graph_task() == -1:
             backward.abandon()
-            prefetcher.first()
+            prefetcher.begin_forward()
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and graph_task() == -1:
+        if graph_task() != -1:
+            return
+        prefetcher.end_forward()
+        if torch.is_grad_enabled():
             for tensor in _differentiable_tensors(output):
-                tensor.register_hook(lambda grad: backward.begin())
+                tensor.register_hook(pre_backward)
 
-    root.register_forward_pre_hook(pre_forward)
+    def pre_backward(grad: Tensor) -> None:
+        # An output of the model may be reached in the middle of a pass: a hidden state beside the loss.
+        if backward.begin():
+            prefetcher.begin_backward()
+
+    # Before those of a unit that is the whole model.
+    root.register_forward_pre_hook(pre_forward, prepend=True)
     root.register_forward_hook(post_forward)

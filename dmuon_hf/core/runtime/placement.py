@@ -40,6 +40,7 @@ class OwnerBroadcast:
     def __init__(
         self,
         *,
+        name: str,
         layout: PackedLayout,
         params: Sequence[DedicatedParam],
         topology: Topology,
@@ -53,21 +54,25 @@ class OwnerBroadcast:
         self._own = layout.owned_by(topology.slot)
         self._own_params = [params[i] for i in self._own]
         self._column = (
-            ColumnCopy(layout=layout, params=params, topology=topology, context=context, dtype=dtype)
+            ColumnCopy(name=name, layout=layout, params=params, topology=topology, context=context, dtype=dtype)
             if topology.is_hsdp
             else None
         )
 
     @torch.no_grad()
     def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
-        if self._column is not None:
-            if not self._column.is_current(versions):
-                self._column.publish(versions)
-            self._column.wait()
-        layout, topology = self._layout, self._topology
-        self._copy_in(buffer)
+        """On an accelerator the side stream waits for the publish, and computation goes on beside it."""
+        layout, topology, column = self._layout, self._topology, self._column
+        kept = [buffer]
+        if column is None:
+            self._copy_in(buffer)
+        else:
+            self.publish(versions)
+            kept.append(column.buffer)
 
         def issue() -> list[object]:
+            if column is not None:
+                column.read_into(layout.shard_segments[topology.shard_rank].of(buffer))
             if topology.shard_size == 1:
                 return []
             sources = [shard for shard, segment in enumerate(layout.shard_segments) if segment.numel]
@@ -75,7 +80,7 @@ class OwnerBroadcast:
             assert topology.shard_group is not None
             return broadcast_segments(segments, sources, topology.shard_group)
 
-        return issue_on(self._context.device, self._context.broadcast_stream, [buffer], issue)
+        return issue_on(self._context.device, self._context.broadcast_stream, kept, issue)
 
     def publish(self, versions: tuple[Version, ...]) -> None:
         if self._column is not None and not self._column.is_current(versions):
@@ -86,9 +91,7 @@ class OwnerBroadcast:
             self._column.wait()
 
     def _copy_in(self, buffer: Tensor) -> None:
-        if self._column is not None:
-            self._layout.shard_segments[self._topology.shard_rank].of(buffer).copy_(self._column.buffer)
-        elif self._own:
+        if self._own:
             masters = [param.master for param in self._own_params]
             torch._foreach_copy_(self._layout.views(buffer, self._own), masters)
             gaps = self._layout.gaps(buffer, self._own)

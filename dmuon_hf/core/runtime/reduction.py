@@ -27,7 +27,7 @@ class _Stage:
     """Sum buckets over one group, each onto its member.
 
     NCCL reduces every bucket to its owner (pipelined, so an owner with many peers is not flooded). gloo exchanges all
-    buckets in one uneven all-to-all and the owner adds the rows up in rank order, in the dtype of the reduction.
+    buckets in one uneven all-to-all and the owner adds the rows up in rank order, in fp32 at least.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class _Stage:
 
             def summed() -> Tensor:
                 flight.wait()
-                return received.sum(dim=0)
+                return received.sum(dim=0, dtype=torch.promote_types(received.dtype, torch.float32))
 
             return summed
         owners = [rank for rank, segment in enumerate(self._segments) if segment.numel]
@@ -80,10 +80,13 @@ class _Stage:
 class PendingReduction:
     """A unit's gradients on the way: shard stage, then (HSDP) replicate stage, then the mean on the owner."""
 
-    def __init__(self, first: Callable[[], Tensor], second: _Stage | None, divisor: int) -> None:
+    def __init__(
+        self, first: Callable[[], Tensor], second: _Stage | None, *, wire: torch.dtype, divisor: float
+    ) -> None:
         self._first: Callable[[], Tensor] | None = first
         self._second = second
         self._second_result: Callable[[], Tensor] | None = None
+        self._wire = wire
         self._divisor = divisor
 
     def finish_first_stage(self) -> None:
@@ -92,17 +95,25 @@ class PendingReduction:
             return
         bucket = self._first()
         self._first = None
-        self._second_result = (lambda: bucket) if self._second is None else self._second.issue(bucket)
+        if self._second is None:
+            self._second_result = lambda: bucket
+        else:
+            self._second_result = self._second.issue(bucket.to(self._wire))
 
     def finish(self) -> Tensor:
-        """The mean gradients of this rank's own matrices, packed as the layout's slot segment."""
+        """The mean gradients of this rank's own matrices, packed as the layout's slot segment, in fp32 at least."""
         self.finish_first_stage()
         assert self._second_result is not None
-        return self._second_result().div_(self._divisor)
+        total = self._second_result()
+        return total.to(torch.promote_types(total.dtype, torch.float32)).div_(self._divisor)
 
 
 class OwnerReduction:
-    """Packs a unit's gradients and reduces them to the owners."""
+    """Packs a unit's gradients and reduces them to the owners.
+
+    ``dtype`` is that of the wire. In fp16 a sum of many ranks can overflow, so part of the mean is taken before it: the
+    smallest power of two that leaves no more to divide by after it, as in FSDP2. That part is exact.
+    """
 
     def __init__(
         self, *, layout: PackedLayout, topology: Topology, context: DedicatedCommContext, dtype: torch.dtype
@@ -111,6 +122,7 @@ class OwnerReduction:
         self._layout = layout
         self._topology = topology
         self._dtype = dtype
+        self._divisor_before = _power_near_root(topology.size) if dtype is torch.float16 else 1
         self._shard_stage = _Stage(
             topology.shard_group, layout.shard_segments, topology.shard_rank, context, context.reduce_stream
         )
@@ -132,9 +144,24 @@ class OwnerReduction:
         blank = self._layout.views(packed, missing) + self._layout.gaps(packed, range(len(grads)))
         if blank:
             torch._foreach_zero_(blank)
-        return PendingReduction(self._shard_stage.issue(packed), self._replicate_stage, self._topology.size)
+        if self._divisor_before != 1:
+            packed.div_(self._divisor_before)
+        return PendingReduction(
+            self._shard_stage.issue(packed),
+            self._replicate_stage,
+            wire=self._dtype,
+            divisor=self._topology.size / self._divisor_before,
+        )
 
     def own_views(self, bucket: Tensor) -> list[Tensor]:
         """Matrix-shaped views of what :meth:`PendingReduction.finish` returned, in buffer order."""
         slot = self._topology.slot
         return self._layout.views(bucket, self._layout.owned_by(slot), origin=self._layout.slot_segments[slot].start)
+
+
+def _power_near_root(size: int) -> int:
+    """The smallest power of two that divides ``size`` and is no smaller than what remains of it, or the largest."""
+    power = 1
+    while size % (2 * power) == 0 and size / power > power:
+        power *= 2
+    return power

@@ -22,7 +22,7 @@ from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interr
 from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER, ZERO_LISTENER
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
 from dmuon_hf.core.runtime.lockstep import Channel
-from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher
+from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["Runtime", "attach", "hidden", "require_runtime", "runtime_of"]
@@ -115,6 +115,11 @@ class Runtime:
             DMuonError: A backward pass since gradients were zeroed ended with an exception, or gradients of passes
                 under ``no_sync`` were never reduced.
         """
+        if self.backward.active and graph_task() != -1:
+            raise DMuonError(
+                "optimizer.step() was called inside of a backward pass, from a hook: a step takes the gradients of all "
+                "matrices, so call it when backward() has returned"
+            )
         if self.backward.active or self.backward.interrupted:
             raise DMuonError(
                 "a backward pass did not finish, so the gradients are incomplete: call optimizer.zero_grad() and run "

@@ -28,23 +28,62 @@ def graph_task() -> int:
 
 
 class Prefetcher:
-    """Issues the gather of the units that come next in plan order."""
+    """Issues the gather of the units that come next.
+
+    Forward follows the order of the model's last forward, and the plan before there was one; backward follows it in
+    reverse. A unit that the last forward passed over is not gathered ahead, and what comes after it is taken from the
+    plan.
+
+    [Note: prefetch and one order]
+    A unit enters the order with the first forward since its weights were freed, for which they are gathered. Every
+    gather is in the record that the ranks compare in each step and whenever one stands still, so ranks whose orders
+    differ end with the error that names the two gathers; nothing has to be agreed on beforehand.
+
+    Attributes:
+        forward_depth: How many units are gathered ahead in forward; one in backward, none where this is 0.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
+        self._order = list(units)
+        self._position = {unit.index: place for place, unit in enumerate(units)}
+        self._running: dict[int, Unit] = {}
         self.forward_depth = 1
 
+    def begin_forward(self) -> None:
+        """The model's forward begins: gather the unit that comes first."""
+        self._running.clear()
+        if self.forward_depth > 0:
+            for unit in self._order[:1]:
+                unit.weights.gather()
+
+    def end_forward(self) -> None:
+        """The model's forward has ended: its order is the one to follow from now on."""
+        if self._running:
+            self._order = list(self._running.values())
+            self._position = {unit.index: place for place, unit in enumerate(self._order)}
+            self._running.clear()
+
     def before_forward(self, unit: Unit) -> None:
-        for ahead in self._units[unit.index + 1 : unit.index + 1 + self.forward_depth]:
+        self._running.setdefault(unit.index, unit)
+        order, place = self._around(unit)
+        for ahead in order[place + 1 : place + 1 + self.forward_depth]:
             ahead.weights.gather()
 
-    def before_backward(self, unit: Unit) -> None:
-        if self.forward_depth > 0 and unit.index > 0:
-            self._units[unit.index - 1].weights.gather()
+    def begin_backward(self) -> None:
+        """The model's backward begins, with what follows the last unit: its weights are gathered beside that."""
+        if self.forward_depth > 0:
+            for unit in self._order[-1:]:
+                unit.weights.gather()
 
-    def first(self) -> None:
-        if self.forward_depth > 0 and self._units:
-            self._units[0].weights.gather()
+    def before_backward(self, unit: Unit) -> None:
+        order, place = self._around(unit)
+        if self.forward_depth > 0 and place > 0:
+            order[place - 1].weights.gather()
+
+    def _around(self, unit: Unit) -> tuple[Sequence[Unit], int]:
+        place = self._position.get(unit.index)
+        return (self._units, unit.index) if place is None else (self._order, place)
 
 
 class BackwardPass:
@@ -65,15 +104,16 @@ class BackwardPass:
         self.interrupted = False
         self.synchronised = 0
 
-    def begin(self) -> None:
-        """Called by every backward hook; the first one of a pass arranges for :meth:`_end`."""
+    def begin(self) -> bool:
+        """Called by every backward hook; the first one of a pass, which is told so, arranges for :meth:`_end`."""
         if self.active:
-            return
+            return False
         if graph_task() == -1:
             raise DMuonError("a backward hook ran outside of a backward pass")
         self.active = True
         self._cursor = len(self._units) - 1
         Variable._execution_engine.queue_callback(self._end)
+        return True
 
     def advance(self) -> None:
         """Launch every reduction whose turn has come. See [Note: one order on every rank]."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.collectives import InFlight
@@ -85,7 +86,8 @@ class UnitWeights:
         self._machine.to(WeightState.GATHERING)
         self._versions = versions
         self._context.monitor.issue(Channel.SHARD, f"gather of unit {self.name}")
-        self._gather = self.placement.gather(self.buffer, versions)
+        with record_function(f"dmuon::gather {self.name}"):
+            self._gather = self.placement.gather(self.buffer, versions)
 
     def wait(self) -> None:
         """Order the current stream (CPU: the host) after the gather."""
@@ -117,6 +119,8 @@ class UnitWeights:
 
     def show_whole(self) -> None:
         """Make the module hold the whole weights, gathered unless they are here. Collective (shard group)."""
+        for param in self._params:
+            param.refuse_tensor_hooks()
         self.gather()
         self.wait()
         for param, unsharded in zip(self._params, self.unsharded, strict=True):
