@@ -6,6 +6,7 @@ For checkpoints that are written in parallel and never gathered use ``torch.dist
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dmuon_hf.core.checkpoint_source import Source, check_together
+from dmuon_hf.core.checkpoint_source import Source, check_together, flaw
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup, world_group
-from dmuon_hf.core.lockstep import MEETING_TIMEOUT, meet
+from dmuon_hf.core.lockstep import meet
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.runtime import Runtime, runtime_of
@@ -74,13 +75,15 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, tim
 
     Args:
         model: with dedicated and FSDP2 parameters, or without either.
-        state_dict: names to whole tensors; of tied names one is enough.
+        state_dict: names to whole tensors of any device, dtype or memory layout, also with a gradient history; of tied
+            names one is enough.
         timeout: how long to wait for ranks that have not called this; as long as it takes unless they are known never
             to come, if left out.
 
     Raises:
-        ConfigurationError: on every rank, if on any a name is missing or unexpected or a shape differs; nothing
-            changed.
+        ConfigurationError: on every rank, if on any a name is missing or unexpected, a shape differs, a dtype is of
+            another kind (integers for floating-point numbers), a tensor has no values of its own here (distributed,
+            meta, sparse, quantised), or a module refuses its extra state; nothing changed.
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "set_model_state_dict", timeout)
@@ -89,15 +92,19 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, tim
     entries = {canonical_name(name, model): value for name, value in state_dict.items()}
     source = Source.open(entries, filled=bool(entries), group=group, extra=None)
     check_together(lambda: source.problems(targets, _tied(targets)), "model state dict", group)
+    _load_extra_state(
+        {
+            _extra_state_holder(model, name): source.value(name)
+            for name, target in targets.items()
+            if name in source and not isinstance(target, Tensor)
+        },
+        group,
+    )
     written: set[int] = set()
     for name, target in targets.items():
-        if name not in source or id(target) in written:
-            continue
-        if isinstance(target, Tensor):
+        if name in source and isinstance(target, Tensor) and id(target) not in written:
             written.add(id(target))
             _load(target, source.tensor(name, _device(model)))
-        else:
-            _extra_state_holder(model, name).set_extra_state(copy.deepcopy(source.value(name)))
 
 
 @torch.no_grad()
@@ -163,8 +170,8 @@ def set_optimizer_state_dict(
             to come, if left out.
 
     Raises:
-        ConfigurationError: on every rank, if on any a parameter has no state, another route or another shape, or the
-            groups differ; nothing changed.
+        ConfigurationError: on every rank, if on any a parameter has no state, another route, another shape or a tensor
+            that `set_model_state_dict` would refuse, or the groups differ; nothing changed.
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "set_optimizer_state_dict", timeout)
@@ -184,7 +191,7 @@ def set_optimizer_state_dict(
         if isinstance(targets[key], Tensor):
             _load(targets[key], source.tensor(key, _device(model)))
         else:
-            holder[key[2]] = copy.deepcopy(source.value(key))
+            holder[key[2]] = _option(source.value(key))
     for param_group, saved in zip(optimizer.param_groups, source.extra, strict=True):
         _load_hyperparameters(param_group, saved)
 
@@ -195,8 +202,7 @@ def set_optimizer_state_dict(
 def _begin(model: nn.Module, what: str, timeout: timedelta | None) -> Runtime | None:
     """Meet the other ranks and drain what is in flight."""
     runtime = runtime_of(model)
-    if timeout is not None or runtime is None or not runtime.context.monitor.meet(what):
-        meet(what, _group(runtime), timeout=timeout or MEETING_TIMEOUT)
+    meet(what, _group(runtime), monitor=None if runtime is None else runtime.context.monitor, timeout=timeout)
     if runtime is not None:
         runtime.finish_publish()
     return runtime
@@ -270,6 +276,30 @@ def _tied(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
         if isinstance(value, Tensor):
             names.setdefault(id(value), []).append(name)
     return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def _load_extra_state(states: Mapping[nn.Module, Any], group: GridGroup | None) -> None:
+    """Load what is no tensor; if a module of some rank refuses it, all get back what they had. A collective."""
+    before: dict[nn.Module, Any] = {}
+
+    def problem(module: nn.Module, state: Any) -> str:
+        try:
+            before[module] = copy.deepcopy(module.get_extra_state())
+            module.set_extra_state(copy.deepcopy(state))
+        except Exception as error:
+            return f"the extra state of a {type(module).__name__} is refused with {type(error).__name__}: {error}"
+        return ""
+
+    def problems() -> list[str]:
+        return [found for module, state in states.items() if (found := problem(module, state))]
+
+    try:
+        check_together(problems, "model state dict", group)
+    except ConfigurationError:
+        for module, state in before.items():
+            with contextlib.suppress(Exception):
+                module.set_extra_state(state)
+        raise
 
 
 def _extra_state_holder(model: nn.Module, name: str) -> nn.Module:
@@ -369,6 +399,22 @@ def _group_problems(groups: Sequence[Mapping[str, Any]], saved: Any) -> Iterator
         for group, other in zip(groups, saved, strict=True):
             if difference := set(group["params"]) ^ set(other.get("params", ())):
                 yield f"group {group.get('group_name')!r} differs in {sorted(map(str, difference))}"
+            for option, value in other.items():
+                if option in group and not _is_alike(group[option], value):
+                    yield f"group {group.get('group_name')!r} has {option}={value!r}, but {group[option]!r} here"
+
+
+def _is_alike(current: Any, saved: Any) -> bool:
+    """Whether a hyperparameter can take a saved value: a number is one, as a tensor without dimensions is."""
+    if isinstance(saved, Tensor):
+        return saved.ndim == 0 and not flaw(saved) and isinstance(current, (int, float, Tensor))
+    if isinstance(current, Tensor):
+        return current.ndim == 0 and isinstance(saved, (int, float))
+    if isinstance(current, (int, float)):
+        return isinstance(saved, (int, float))
+    if isinstance(current, (list, tuple)) and current and isinstance(saved, (list, tuple)):
+        return len(current) == len(saved) and all(map(_is_alike, current, saved))
+    return True
 
 
 def _load_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -378,4 +424,8 @@ def _load_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> No
         if isinstance(group.get(option), Tensor):
             group[option].copy_(torch.as_tensor(value))
         else:
-            group[option] = value.item() if isinstance(value, Tensor) else copy.deepcopy(value)
+            group[option] = _option(value)
+
+
+def _option(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else copy.deepcopy(value)

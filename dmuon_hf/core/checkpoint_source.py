@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup
 
-__all__ = ["Source", "check_together"]
+__all__ = ["Source", "check_together", "flaw"]
 
 SHOWN_PROBLEMS = 8
 """Problems that an error message lists before it counts the rest."""
@@ -50,8 +55,10 @@ class Source:
             extra: whatever belongs to the state dict beside its entries.
 
         Raises:
-            ConfigurationError: on every rank, if some ranks have nothing and rank 0 is one of them.
+            ConfigurationError: on every rank, if some ranks have nothing and rank 0 is one of them, or it has what
+                cannot be sent.
         """
+        entries, extra = tree_map(_plain, entries), tree_map(_plain, extra)
         if group is None or group.size == 1:
             return cls(entries, extra, False, group)
         flags = group.all_gather_object(filled)
@@ -62,8 +69,11 @@ class Source:
             raise ConfigurationError(
                 f"ranks {empty} passed an empty state dict, rank 0 among them: pass it on every rank or on rank 0"
             )
-        parcel = ({key: _outlined(value) for key, value in entries.items()}, extra) if group.rank == 0 else None
-        outlines, extra = group.broadcast_object(parcel)
+        mine = _packed({key: _outlined(value) for key, value in entries.items()}, extra) if group.rank == 0 else None
+        parcel = group.broadcast_object(mine)
+        if isinstance(parcel, str):
+            raise ConfigurationError(f"the state dict of rank 0 cannot be sent, nothing was loaded: {parcel}")
+        outlines, extra = pickle.loads(parcel)
         return cls(entries if group.rank == 0 else outlines, extra, True, group)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -84,7 +94,7 @@ class Source:
         if isinstance(value, _Outline):
             received = torch.empty(value.shape, dtype=value.dtype, device=device)
         else:
-            received = torch.as_tensor(value).detach().to(device).contiguous()
+            received = torch.as_tensor(value).to(device).contiguous()
         wire = received.view(torch.uint8) if received.element_size() == 1 else received
         assert self._group is not None
         self._group.broadcast(wire, 0)
@@ -122,11 +132,73 @@ def check_together(problems: Callable[[], Iterable[str]], what: str, group: Grid
             )
 
 
+def _plain(value: Any) -> Any:
+    """A tensor as one that can be sent and copied from: detached, awaited, without a class of its own. Copies nothing.
+
+    What has no values of its own here, and what is no tensor, is given back as it is.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if isinstance(value, AsyncCollectiveTensor):
+        value = value.wait()
+    return value if flaw(value) else value.as_subclass(Tensor).resolve_conj().resolve_neg()
+
+
+def flaw(value: Tensor) -> str:
+    """Why a tensor cannot be loaded whatever it is loaded into, as the end of a sentence; empty if it can."""
+    if isinstance(value, DTensor):
+        return "is distributed, but whole tensors are loaded here; torch has functions for sharded ones"
+    if isinstance(value, FakeTensor) or value.is_meta:
+        return "is on the meta device and has no values"
+    if _is_wrapper(value):
+        return f"is a {type(value).__name__}, but plain tensors are loaded here"
+    if value.is_quantized:
+        return "is quantised: call dequantize() first"
+    if value.layout != torch.strided:
+        return (
+            f"is {str(value.layout).removeprefix('torch.')}, but strided tensors are loaded here: call to_dense() first"
+        )
+    return ""
+
+
+def _is_wrapper(value: object) -> bool:
+    return is_traceable_wrapper_subclass(value)
+
+
+def fits_dtype(value: Tensor | _Outline, dtype: torch.dtype) -> bool:
+    """Whether values load into ``dtype``: of the same kind (floating, complex, integer, bool), or whole scalars.
+
+    A whole tensor of integers in place of floating-point numbers is a quantised weight more often than not.
+    """
+    if _kind(value.dtype) != _kind(dtype):
+        return len(value.shape) == 0 and torch.can_cast(value.dtype, dtype)
+    try:
+        torch.zeros(value.dtype.itemsize, dtype=torch.uint8).view(value.dtype).to(dtype)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
+
+
+def _packed(outlines: dict[Any, Any], extra: Any) -> bytes | str:
+    """What rank 0 sends ahead of the tensors, or why it cannot: other ranks wait for either."""
+    try:
+        return pickle.dumps((outlines, extra))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def _outlined(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # A pickled scalar on a device would be made on the sender's device by every rank.
-    return _Outline(value.shape, value.dtype) if value.ndim > 0 else value.detach().cpu()
+    # A pickled scalar on a device would be made on the sender's device by every rank. What has a flaw is not sent.
+    return _Outline(value.shape, value.dtype) if value.ndim > 0 or flaw(value) else value.cpu()
 
 
 def _shown(key: Any) -> str:
@@ -134,17 +206,22 @@ def _shown(key: Any) -> str:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    return left is right or (left.shape == right.shape and torch.equal(left, right))
+    """Bit for bit but for the dtype: NaN equals NaN. What has a flaw is named for that."""
+    if left is right or flaw(left) or flaw(right):
+        return True
+    return left.shape == right.shape and torch.allclose(left, right.to(left), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _misfit(name: str, target: Any, value: Any) -> Iterator[str]:
     if not isinstance(target, Tensor):
         return
-    if isinstance(value, DTensor):
-        yield f"{name} is distributed, but whole tensors are loaded here; torch has functions for sharded ones"
+    if isinstance(value, Tensor) and (reason := flaw(value)):
+        yield f"{name} {reason}"
     elif isinstance(value, (Tensor, _Outline, int, float)):
-        shape = tuple(value.shape) if isinstance(value, (Tensor, _Outline)) else ()
-        if shape != tuple(target.shape):
-            yield f"{name} has shape {shape}, but {tuple(target.shape)} here"
+        given = value if isinstance(value, (Tensor, _Outline)) else torch.as_tensor(value)
+        if tuple(given.shape) != tuple(target.shape):
+            yield f"{name} has shape {tuple(given.shape)}, but {tuple(target.shape)} here"
+        elif not fits_dtype(given, target.dtype):
+            yield f"{name} has dtype {given.dtype}, which does not load into {target.dtype}"
     else:
         yield f"{name} is a {type(value).__name__}, not a tensor"

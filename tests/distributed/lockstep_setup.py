@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
+from tests.harness.launcher import host_store
 
 WIDTH = 12
 LAYERS = 4
@@ -89,3 +94,35 @@ def batch_of(step: int, rows: int) -> torch.Tensor:
 def part_of(step: int, rank: int, world: int) -> torch.Tensor:
     """This rank's two rows of the batch of a step."""
     return batch_of(step, 2 * world).chunk(world)[rank]
+
+
+def run_script(script: str, *arguments: str, agent: bool = True, **env: str) -> list[tuple[int, str]]:
+    """Exit codes and errors of two ranks that run `script` as programs of their own.
+
+    Without `agent` the first rank hosts the rendezvous store.
+    """
+    root = str(Path(__file__).parents[2])
+    store = host_store()
+    port = str(store.port)
+    variables = {**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **env}
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if agent:
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    else:
+        del store  # its port is free for the first rank
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            cwd=root,
+            env=variables | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=600)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]

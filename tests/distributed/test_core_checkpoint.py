@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dmuon_hf.core.checkpoint import (
     get_model_state_dict,
@@ -139,9 +142,15 @@ def test_loading_writes_in_place_and_marks_gathered_weights_stale() -> None:
     run_ranks(loads_in_place, 2, states(*single_run("uneven", range(2))))
 
 
+def with_option(state: dict[str, Any], option: str, value: Any) -> list[dict[str, Any]]:
+    """The groups of an optimizer's state dict with another value where they have an option."""
+    return [group | ({option: value} if option in group else {}) for group in copy.deepcopy(state["param_groups"])]
+
+
 def refuses(rank: int, world: int) -> None:
     model, optimizer = build("tied", "fsdp", world, seed=1)
     train("tied", model, optimizer, rank, world, range(1))
+    model.steps_seen.add_(7)
     good = states(model, optimizer, rank0_only=False)
     weight, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 
@@ -167,6 +176,14 @@ def refuses(rank: int, world: int) -> None:
         "is a str, not a tensor": good[0] | {weight: "weights"},
         "is distributed": good[0] | {weight: dict(model.named_parameters())[weight].detach()},
         "one tied parameter but have different": good[0] | {"lm_head.weight": torch.zeros(128, 64)},
+        "complex64, which does not load into torch.float32": good[0] | {weight: good[0][weight].to(torch.complex64)},
+        "int8, which does not load into torch.float32": good[0] | {weight: good[0][weight].to(torch.int8)},
+        "bool, which does not load into torch.float32": good[0] | {weight: good[0][weight] > 0},
+        "steps_seen has dtype torch.int64": good[0] | {"steps_seen": good[0]["steps_seen"].long()},
+        "is on the meta device": good[0] | {weight: good[0][weight].to("meta")},
+        "is sparse_coo": good[0] | {weight: good[0][weight].to_sparse()},
+        "is quantised": good[0] | {weight: torch.quantize_per_tensor(good[0][weight], 0.1, 0, torch.qint8)},
+        "is a TwoTensor": good[0] | {weight: TwoTensor(good[0][weight], good[0][weight].clone())},
     }
     section = good[1]["dedicated"]
     moved = without(good[1], "dedicated", weight)
@@ -187,6 +204,13 @@ def refuses(rank: int, world: int) -> None:
         "differs in .*up_proj": changed(good[1], "param_groups", to=regrouped),
         "not a list of dicts": changed(good[1], "param_groups", to="groups"),
         "fsdp is unexpected": changed(good[1], "fsdp", to=[1]),
+        "exp_avg has dtype torch.int64": changed(good[1], "fsdp", norm, "exp_avg", to=torch.zeros(64).long()),
+        "momentum_buffer is sparse_coo": changed(
+            good[1], "dedicated", weight, "momentum_buffer", to=section[weight]["momentum_buffer"].to_sparse()
+        ),
+        "has lr='fast', but": changed(good[1], "param_groups", to=with_option(good[1], "lr", "fast")),
+        r"has betas=\(0.9,\), but": changed(good[1], "param_groups", to=with_option(good[1], "betas", (0.9,))),
+        r"has lr=tensor\(\[": changed(good[1], "param_groups", to=with_option(good[1], "lr", torch.ones(2))),
     }
     for where in ("every rank", "rank 1 only", "sent by rank 0"):
 
@@ -262,6 +286,89 @@ class Remembering(nn.Linear):
 
     def set_extra_state(self, state: str) -> None:
         self.memory = state
+
+
+class Picky(Remembering):
+    def set_extra_state(self, state: str) -> None:
+        if state == "spoilt":
+            raise ValueError("will not have it")
+        super().set_extra_state(state)
+
+
+def refused_extra_state(rank: int, world: int) -> None:
+    model = nn.Sequential(Remembering(2, 2), Picky(2, 2))
+    before = copy.deepcopy(get_model_state_dict(model, rank0_only=False))
+    state = {name: value + 1 if isinstance(value, torch.Tensor) else "new" for name, value in before.items()}
+    if rank == 1:
+        state["1._extra_state"] = "spoilt"
+    with pytest.raises(ConfigurationError, match=r"rank 1.*nothing was loaded.*Picky.*ValueError: will not have it"):
+        set_model_state_dict(model, state)
+    assert_close(get_model_state_dict(model, rank0_only=False), before, atol=0.0)
+
+
+def test_extra_state_that_one_rank_refuses_leaves_every_rank_as_it_was() -> None:
+    run_ranks(refused_extra_state, 2)
+
+
+def unsendable(rank: int, world: int) -> None:
+    model = nn.Sequential(Remembering(2, 2))
+    state = get_model_state_dict(model)
+    if rank == 0:
+        state["0._extra_state"] = lambda: None
+    with pytest.raises(ConfigurationError, match="cannot be sent"):
+        set_model_state_dict(model, state)
+
+
+def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
+    run_ranks(unsendable, 2)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "non-leaf": lambda value: value.detach().requires_grad_() * 1,
+    "leaf that requires a gradient": lambda value: value.detach().clone().requires_grad_(),
+    "parameter": lambda value: nn.Parameter(value.clone()),
+    "transposed": lambda value: value.mT.contiguous().mT if value.ndim > 1 else value,
+    "part of a larger one": lambda value: torch.cat([value, value])[: len(value)],
+    "every other element": lambda value: torch.stack([value, value], dim=-1)[..., 0],
+    "subclass": lambda value: value.clone().as_subclass(Tagged),
+    "float64": lambda value: value.double(),
+    "with NaN": lambda value: value.clone().fill_(torch.nan),
+    "in flight": lambda value: AsyncCollectiveTensor(value.clone()),
+}
+
+
+def loads_forms(rank: int, world: int) -> None:
+    model, optimizer = build("tied", "fsdp", world, seed=1)
+    train("tied", model, optimizer, rank, world, range(1))
+    good = states(model, optimizer, rank0_only=False)
+    for form, make in FORMS.items():
+        shifted = {name: value + 1 if value.is_floating_point() else value for name, value in good[0].items()}
+        given = {name: make(value) if value.is_floating_point() else value for name, value in shifted.items()}
+        moments = copy.deepcopy(good[1])
+        for section in ("fsdp", "dedicated"):
+            for entry in moments[section].values():
+                entry.update({key: make(value + 1) for key, value in entry.items() if value.ndim > 0})
+        for sent in (False, True):
+            set_model_state_dict(model, good[0])
+            set_optimizer_state_dict(model, optimizer, good[1])
+            set_model_state_dict(model, given if rank == 0 or not sent else {})
+            set_optimizer_state_dict(model, optimizer, moments if rank == 0 or not sent else {})
+            loaded, state = states(model, optimizer, rank0_only=False)
+            for name, value in shifted.items():
+                expected = torch.full_like(value, torch.nan) if "NaN" in form and value.ndim > 0 else value
+                assert torch.equal(loaded[name].nan_to_num(9), expected.nan_to_num(9)), (form, sent, name)
+            for name, entry in good[1]["dedicated"].items():
+                expected = entry["momentum_buffer"] + 1
+                if "NaN" not in form:
+                    assert torch.equal(state["dedicated"][name]["momentum_buffer"], expected), (form, sent, name)
+
+
+def test_tensors_of_any_form_load_into_model_and_optimizer() -> None:
+    run_ranks(loads_forms, 2)
 
 
 def extra_states(rank: int, world: int) -> str:

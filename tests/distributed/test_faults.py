@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import LockstepError
-from dmuon_hf.core.runtime import lockstep_watch
+from dmuon_hf.core.lockstep import watch
 from tests.distributed.lockstep_setup import Net, part_of, prepare
 from tests.harness import RankOutcome, run_ranks_outcomes
 from tests.harness.faults import die, fail
@@ -111,7 +111,7 @@ FAULTS = {
 
 
 def train_with_fault(rank: int, world: int, fault: str, mode: str, norm: bool) -> None:
-    lockstep_watch._TELLING = PATIENCE
+    watch._TELLING = PATIENCE
     model, optimizer = prepare(world, mode, norm=norm)
     train_step(model, optimizer, 0, rank, world)
     FAULTS[fault](model, optimizer, rank, world)

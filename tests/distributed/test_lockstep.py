@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +17,11 @@ import torch.distributed as dist
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.lockstep import Channel, LockstepMonitor, meet
 from dmuon_hf.core.runtime import runtime_of
-from dmuon_hf.core.runtime.lockstep import Channel, LockstepMonitor
 from tests.distributed.lockstep_setup import HYPER, batch_of, is_matrix, make_net, part_of, prepare
 from tests.distributed.training import full
 from tests.harness import init_gloo, run_ranks
-from tests.harness.launcher import host_store
 from tests.harness.reference import ReferenceOptimizer
 
 LIMIT = 1.0
@@ -202,7 +198,7 @@ def test_rank_that_is_slow_anywhere_is_waited_for_and_named(tmp_path: Path) -> N
 
 
 def watching_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dmuon")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dmuon-lockstep")]
 
 
 def train_one_step(rank: int, world: int) -> tuple[torch.nn.Module, dmuon.Muon]:
@@ -251,7 +247,7 @@ def two_models(rank: int, world: int) -> None:
             time.sleep(LIMIT / 2)
         runtime = runtime_of(model)
         assert runtime is not None
-        assert runtime.context.monitor.meet("test")
+        meet("test", runtime.topology.grid, monitor=runtime.context.monitor)
 
 
 def test_models_meet_apart() -> None:
@@ -278,7 +274,7 @@ def test_zero_seconds_start_no_thread() -> None:
     assert run_ranks(train_unwatched, 2, env={"DMUON_HANG_SECONDS": "0"}) == [[], []]
 
 
-def test_monitor_without_peers_waits_plainly_and_meets_nobody() -> None:
+def test_monitor_without_peers_waits_plainly() -> None:
     class Work:
         waited: tuple[Any, ...] | None = None
 
@@ -290,73 +286,5 @@ def test_monitor_without_peers_waits_plainly_and_meets_nobody() -> None:
         monitor.issue(Channel.SHARD, "gather")
         monitor.wait(work)
     assert work.waited == ()
-    assert not monitor.meet("something")
+    assert not monitor.is_open
     assert monitor.digests().numel() == 0
-
-
-SCRIPT = """
-import sys, time
-import torch, torch.distributed as dist
-from dmuon_hf.core.runtime import lockstep_exit
-from tests.distributed.lockstep_setup import part_of, prepare
-lockstep_exit._EXIT_GRACE = int(sys.argv[1])
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), 2
-model, optimizer = prepare(world, "z3", norm=True)
-loss = model(part_of(0, rank, world))
-if rank == 1:
-    works = [dist.broadcast(torch.ones(3), 0, group=group, async_op=True) for group in (dist.new_group([0, 1]),)]
-    raise ValueError("boom on rank 1")
-dist.new_group([0, 1])
-loss.backward()
-"""
-
-
-def run_script(*, exit_grace: int, abort: int) -> list[tuple[int, str]]:
-    """Exit codes and errors of two processes; rank 1 leaves with a collective in flight, which blocks its exit, and
-    rank 0 stands in FSDP2's collective."""
-    root = Path(__file__).parents[2]
-    store = host_store()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(exit_grace)],
-            cwd=root,
-            env={
-                **os.environ,
-                **ENV,
-                "DMUON_HANG_ABORT_SECONDS": str(abort),
-                "PYTHONPATH": str(root),
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=600)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
-
-
-def test_uncaught_exception_is_named_on_the_rank_that_waits() -> None:
-    (code, error), (_, raised) = run_script(exit_grace=300, abort=1)
-    assert "boom on rank 1" in raised
-    assert "rank 1 ended with ValueError: boom on rank 1" in error
-    assert "rank 0 waits in FSDP2 all-gather of layers.3" in error
-    assert code == 1
-
-
-def test_exit_that_a_collective_blocks_ends_although_the_peer_stays() -> None:
-    (code, _), (ended, raised) = run_script(exit_grace=1, abort=0)
-    assert "boom on rank 1" in raised
-    assert ended == -signal.SIGALRM
-    assert code != 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 import dmuon_hf.core as dmuon
-from dmuon_hf.core.runtime.lockstep_watch import LockstepWatch
+from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.lockstep import watch as watch_module
+from dmuon_hf.core.lockstep.watch import LockstepWatch
 from tests.distributed.lockstep_setup import part_of, prepare
 from tests.harness import run_ranks
 
@@ -44,3 +49,34 @@ def train_with_a_long_call(rank: int, world: int) -> int:
 
 def test_rank_in_a_long_call_is_waited_for() -> None:
     assert run_ranks(train_with_a_long_call, 2, env=ENV) == [0, 0]
+
+
+class _Said(logging.Handler):
+    def __init__(self, file: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.write_text(record.getMessage())
+
+
+def save_alone(rank: int, world: int, directory: Path) -> None:
+    """Rank 0 saves, rank 1 stands in a barrier, where it is left until rank 0 comes."""
+    said = directory / "said by rank 1"
+    watch_module._GRACE_ON_CPU = 0.5
+    if rank == 1:
+        logging.getLogger("dmuon_hf").addHandler(_Said(said))
+    with mock.patch.object(LockstepWatch, "__init__", followed(LockstepWatch.__init__)):
+        model, _ = prepare(world, "z3", norm=True)
+    if rank == 0:
+        with pytest.raises(LockstepError, match=r"rank 1 waits in torch\.distributed\.barrier"):
+            dmuon.get_model_state_dict(model)
+        while not said.exists():
+            time.sleep(0.05)
+        time.sleep(LONG)
+    dist.barrier()
+    assert "rank 0 waits in get_model_state_dict" in said.read_text()
+
+
+def test_divergence_is_reported_on_every_rank_and_ends_no_process(tmp_path: Path) -> None:
+    run_ranks(save_alone, 2, tmp_path, env={"DMUON_HANG_SECONDS": "1"})

@@ -6,15 +6,14 @@ import threading
 
 import pytest
 
-from dmuon_hf.core.runtime import lockstep_watch
-from dmuon_hf.core.runtime.lockstep_positions import ON_HOST, UNNAMED, Position, find_divergence
-from dmuon_hf.core.runtime.lockstep_watch import _sample
+from dmuon_hf.core.lockstep.positions import UNNAMED, Position, find_divergence
+from dmuon_hf.core.lockstep.watch import _sample
 
-CHECKPOINT = f"on group gloo{ON_HOST}"
+SHARD, CHECKPOINT = "on channel shard", "on group gloo"
 
 
 def waiting(rank: int, what: str, *, issued: int = 3, own: bool = False) -> Position:
-    return Position(rank, "waits", what, step=1, seconds=60.0, own=own, issued={"on group dp": issued})
+    return Position(rank, "waits", what, step=1, seconds=60.0, own=own, issued={SHARD: issued})
 
 
 @pytest.mark.parametrize("others", ["get_model_state_dict", "torch.distributed.barrier"])
@@ -32,34 +31,31 @@ def test_ranks_in_different_known_collectives_with_equal_counts_have_diverged() 
 
 
 def test_hosts_that_stand_in_some_call_have_diverged_when_each_has_issued_what_the_other_has_not() -> None:
-    first = Position(0, "waits", UNNAMED, step=1, issued={"on group a": 2, "on group b": 1})
-    second = Position(1, "waits", UNNAMED, step=1, issued={"on group a": 1, "on group b": 2})
+    first = Position(0, "waits", UNNAMED, step=1, issued={SHARD: 2, "of FSDP2 on group b": 1})
+    second = Position(1, "waits", UNNAMED, step=1, issued={SHARD: 1, "of FSDP2 on group b": 2})
     assert find_divergence([first, second], limit=10.0) is not None
 
 
 def test_checkpoint_that_another_thread_writes_is_no_divergence() -> None:
     """Rank 1 waits for data and its checkpoint is written; rank 0 waits for the step and still writes."""
-    ahead = Position(0, "waits", "optimizer agreement", step=1, own=True, issued={"on group dp": 2, CHECKPOINT: 1})
-    behind = Position(1, "waits", UNNAMED, step=1, issued={"on group dp": 1, CHECKPOINT: 2})
+    ahead = Position(0, "waits", "optimizer agreement", step=1, own=True, issued={SHARD: 2, CHECKPOINT: 1})
+    behind = Position(1, "waits", UNNAMED, step=1, issued={SHARD: 1, CHECKPOINT: 2})
     assert find_divergence([ahead, behind], limit=10.0) is None
 
 
 def test_save_on_one_rank_that_stands_in_it_by_name_is_a_divergence() -> None:
-    saving = Position(0, "waits", "torch.distributed.gather_object", step=1, issued={"on group dp": 1, CHECKPOINT: 2})
-    training = Position(1, "waits", UNNAMED, step=1, issued={"on group dp": 2, CHECKPOINT: 1})
+    saving = Position(
+        0,
+        "waits",
+        "torch.distributed.gather_object",
+        step=1,
+        issued={SHARD: 1, CHECKPOINT: 2},
+        stands_on=(CHECKPOINT,),
+    )
+    training = Position(1, "waits", UNNAMED, step=1, issued={SHARD: 2, CHECKPOINT: 1})
     verdict = find_divergence([saving, training], limit=10.0)
     assert verdict is not None
-    assert "1 collective on group gloo of the host" in verdict
-
-
-@pytest.mark.parametrize(
-    ("backends", "of_host"), [("cpu:gloo", True), ("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)]
-)
-def test_group_of_the_host_is_told_by_all_its_backends(
-    backends: str, of_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lockstep_watch.dist, "get_backend_config", lambda group: backends)
-    assert lockstep_watch._is_of_host(None) is of_host  # type: ignore[arg-type]
+    assert "1 collective on group gloo" in verdict
 
 
 def test_main_thread_is_looked_at_while_the_thread_of_autograd_runs_no_python() -> None:

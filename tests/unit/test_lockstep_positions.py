@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dmuon_hf.core.runtime.lockstep_positions import MIXED_PATIENCE, Position, find_divergence
+from dmuon_hf.core.lockstep.positions import MIXED_PATIENCE, Position, find_divergence
 
 LIMIT = 10.0
 
@@ -35,14 +35,14 @@ def test_rank_far_behind_in_a_collective_of_its_own_proves_nothing() -> None:
 
 
 def test_crossed_counts_of_waiting_ranks_name_both_places() -> None:
-    a = waits(0, "gather of unit layers.3", issued={"on group x": 4, "on group y": 7})
-    b = waits(1, "optimizer agreement", issued={"on group x": 5, "on group y": 5})
+    a = waits(0, "gather of unit layers.3", issued={"on channel x": 4, "on channel y": 7})
+    b = waits(1, "optimizer agreement", issued={"on channel x": 5, "on channel y": 5})
     text = find_divergence([a, b], limit=LIMIT)
     assert text is not None
     assert "rank 0 waits in gather of unit layers.3 (step 5)" in text
     assert "rank 1 waits in optimizer agreement (step 5)" in text
-    assert "2 collectives on group y that rank 1 has not" in text
-    assert "1 collective on group x that rank 0 has not" in text
+    assert "2 collectives on channel y that rank 1 has not" in text
+    assert "1 collective on channel x that rank 0 has not" in text
 
 
 def test_records_of_a_group_without_rank_0_are_compared() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.device import DeviceHandle
-from dmuon_hf.core.runtime.lockstep import LockstepMonitor
+from dmuon_hf.core.lockstep import LockstepMonitor
 
 __all__ = ["DedicatedCommContext"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon_hf.core.runtime.lockstep import note_foreign
+from dmuon_hf.core.lockstep import note_foreign
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
 __all__ = ["install_patch", "uninstall_patch"]

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from dmuon_hf.core.errors import DMuonError
+from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
-from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction
 from dmuon_hf.core.runtime.states import GradState, grad_machine

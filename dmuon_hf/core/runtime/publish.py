@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.collectives import InFlight, broadcast_segments, issue_on
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
 from dmuon_hf.core.runtime.layout import PackedLayout, Segment
-from dmuon_hf.core.runtime.lockstep import Channel
 
 __all__ = ["ColumnCopy"]
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
+from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
@@ -21,7 +22,6 @@ from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interrupted_pass, zero_sharded_grads
 from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER, ZERO_LISTENER
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
-from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.unit import Unit
 

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint.state_dict_loader as _loader
 import torch.distributed.checkpoint.state_dict_saver as _saver
 from torch.distributed.tensor import DTensor
 
-from dmuon_hf.core.runtime.lockstep import monitor_on
+from dmuon_hf.core.lockstep import meet, monitor_on
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
 __all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim"]
@@ -74,7 +74,7 @@ def _after_meeting(name: str, what: str) -> Callable[..., Any]:
         if owned is not None and not kwargs.get("no_dist") and threading.current_thread() is threading.main_thread():
             monitor = monitor_on(owned.device_mesh)
             if monitor is not None:
-                monitor.meet(what)
+                meet(what, monitor.group, monitor=monitor)
         return _originals[name](state_dict, *args, **kwargs)
 
     return wrapper

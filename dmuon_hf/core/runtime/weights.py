@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.collectives import InFlight
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
 from dmuon_hf.core.runtime.layout import PackedLayout
-from dmuon_hf.core.runtime.lockstep import Channel
 from dmuon_hf.core.runtime.placement import WeightPlacement
 from dmuon_hf.core.runtime.states import WeightState, weight_machine
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Sample", "sample_thread"]
 
@@ -27,6 +31,7 @@ _COLLECTIVE = tuple(
         "fsdp/_fully_shard/_fsdp_param.py",
     )
 )
+_C10D = _TORCH + "distributed/distributed_c10d.py"
 _FSDP = _TORCH + "distributed/fsdp/"
 _DTENSOR = _TORCH + "distributed/tensor/"
 
@@ -39,12 +44,14 @@ class Sample:
         signature: Equal in two samples of a thread that has not run Python in between (the reverse does not hold).
         operation: What kind of torch collective the thread stands in, ``None`` if in something else.
         subject: The module FSDP2 works on, where that is known.
+        groups: The process groups that it may be communicating on, where the stack shows them.
         trail: ``file:line in function`` of the innermost frames outside of torch and this package, innermost first.
     """
 
     signature: tuple[tuple[int, int], ...]
     operation: str | None
     subject: str
+    groups: tuple[ProcessGroup, ...]
     trail: tuple[str, ...]
 
 
@@ -60,6 +67,7 @@ def sample_thread(thread: int, *, depth: int = 2) -> Sample | None:
         signature=tuple((id(frame), frame.f_lasti) for frame in frames[:8]),
         operation=operation,
         subject=_fsdp_module(frames) if operation is not None else "",
+        groups=_groups(frames) if operation is not None else (),
         trail=tuple(
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in (own or frames)[:depth]
@@ -98,3 +106,33 @@ def _fsdp_module(frames: list[FrameType]) -> str:
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             return str(name) if name else "the root module"
     return ""
+
+
+def _groups(frames: list[FrameType]) -> tuple[ProcessGroup, ...]:
+    """From the innermost frame of torch's that holds a process group, or what has one.
+
+    A group that is left out is the default one: c10d's functions have it as ``None``.
+    """
+    for frame in frames:
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            return ()
+        values = frame.f_locals
+        if frame.f_code.co_filename == _C10D and values.get("group", frame) is None:
+            return () if dist.group.WORLD is None else (dist.group.WORLD,)
+        found = next(filter(None, map(_groups_of, list(values.values()))), ())
+        if found:
+            return found
+    return ()
+
+
+def _groups_of(value: object) -> tuple[ProcessGroup, ...]:
+    if isinstance(value, ProcessGroup):
+        return (value,)
+    if isinstance(value, DTensor):
+        value = value.device_mesh
+    if isinstance(value, DeviceMesh):
+        return tuple(value.get_all_groups())
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], DeviceMesh):
+        mesh, dimension = value
+        return (mesh.get_group(dimension),)
+    return ()

@@ -1,4 +1,4 @@
-"""The daemon thread of :mod:`.lockstep`: looks at the main thread, compares positions in the store, acts on a proof."""
+"""The daemon thread of :mod:`.monitor`: looks at the main thread, compares positions in the store, acts on a proof."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.runtime.lockstep_exit import guard_exit, unguard_exit
-from dmuon_hf.core.runtime.lockstep_positions import (
+from dmuon_hf.core.errors import ConfigurationError, LockstepError
+from dmuon_hf.core.lockstep.farewell import guard_exit, run_exit_handlers, unguard_exit
+from dmuon_hf.core.lockstep.positions import (
     MIXED_PATIENCE,
-    ON_HOST,
+    ON_GROUP,
     UNNAMED,
     Position,
     State,
     find_divergence,
     summary,
 )
-from dmuon_hf.core.runtime.lockstep_stack import Sample, sample_thread
+from dmuon_hf.core.lockstep.stack import Sample, sample_thread
+from dmuon_hf.core.mesh import Topology
 
 if TYPE_CHECKING:
-    from .lockstep import LockstepMonitor
+    from .monitor import LockstepMonitor
 
-__all__ = ["LockstepWatch"]
+__all__ = ["LockstepWatch", "group_label"]
 
 logger = logging.getLogger(__name__)
 
 LIMIT_VARIABLE = "DMUON_HANG_SECONDS"
 GRACE_VARIABLE = "DMUON_HANG_ABORT_SECONDS"
 _DEFAULT_LIMIT = 10.0
-_DEFAULT_GRACE = 10.0
+_GRACE_ON_CPU = 10.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 # Ranks that compare everybody's positions; the others only read the verdict, so the store's load stays linear.
 _JUDGES = 4
@@ -49,6 +49,8 @@ _STORE_FAILURES = 3
 _TELLING = 3
 # Multiple of the limit after which a wait that proves nothing is reported.
 _REPORT = 3.0
+
+_END = "has come to the end of its main thread"
 
 # How many runtimes were watched on each set of ranks: names the keys of one runtime in the store.
 _watched: dict[tuple[int, ...], int] = {}
@@ -67,16 +69,20 @@ class LockstepWatch:
         self._pid = os.getpid()
         self._limit = limit
         self._tick = min(max(limit / 4, 1.0), 2.0)
-        self._grace = _seconds(GRACE_VARIABLE, _DEFAULT_GRACE)
+        self._asked_grace = _seconds(GRACE_VARIABLE, -1.0)
+        self._store_may_go = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._hosts_store = self._store_may_go and dist.get_rank() == 0
         self._stopped = threading.Event()
+        self._host_left: Position | None = None
         self._events = -1
         self._quiet_since = self._still_since = self._told_at = time.monotonic()
         self._sample: Sample | None = None
-        self._issued: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self._published: tuple[str, str] | None = None
         self._reported = False
         self._verdict: str | None = None
         self._named_at: float | None = None
+        self._raised_at = 0.0
 
     @classmethod
     def start(cls, monitor: LockstepMonitor, topology: Topology) -> LockstepWatch | None:
@@ -109,27 +115,43 @@ class LockstepWatch:
 
     # -- called by the main thread ------------------------------------------------------------------------------------
 
-    def arrive(self, meeting: int) -> Callable[[], bool]:
-        """Count this rank in at a meeting; the result says whether everybody has come."""
-        store, key = self._store, f"meeting/{meeting}"
-        if store.add(key, 1) == self._size:
-            store.set(f"{key}/complete", "1")
-        return lambda: bool(store.check([f"{key}/complete"]))
+    def meeting_place(self, what: str) -> Any:
+        """The store in which all ranks meet.
+
+        Raises:
+            LockstepError: The rank that hosts it has left.
+        """
+        if self._host_left is not None:
+            raise LockstepError(
+                f"rank {self._host_left.rank} {self._host_left.describe()}, so {what} cannot be called any more: all "
+                "ranks have to call it before any of them leaves"
+            )
+        return dist.PrefixStore("meeting", self._store)  # type: ignore[attr-defined]
 
     def leave(self, what: str, *, raised: bool) -> bool:
-        """Tell the others that this process ends; whether its exit may block in collectives that are stuck.
+        """Tell the others that this process leaves; whether its exit may block in collectives that are stuck.
 
-        A clean exit is told where a launcher's agent hosts the store. Elsewhere the store may be gone with the rank
-        that hosts it, and torch prints a page about every attempt to reach it.
+        A rank that hosts the store stays for at most a few looks, until the others have read this.
         """
         monitor, was_open = self._monitor(), self.is_open
         self._stopped.set()
         if monitor is None or not was_open or os.getpid() != self._pid:
             return False
-        if raised or dist.is_torchelastic_launched():
+        if self._host_left is None:
             with contextlib.suppress(RuntimeError):
                 self._publish(self._position("ended", what, raised=raised))
-        return raised or monitor.verdict is not None
+                if self._hosts_store:
+                    self._wait_for_readers()
+        return (raised or monitor.verdict is not None) and not self._follow_host
+
+    def _wait_for_readers(self) -> None:
+        self._store.set("farewell", "1")
+        deadline = time.monotonic() + 2 * self._tick
+        while time.monotonic() < deadline:
+            others = sum(position.state != "ended" for position in self._positions())
+            if self._store.add("farewell/read", 0) >= others:
+                return
+            time.sleep(0.01)
 
     def known_verdict(self) -> str | None:
         """What some rank has proven, if the store still answers."""
@@ -165,7 +187,7 @@ class LockstepWatch:
                 self._look(monitor)
                 failures = 0
             except dist.DistNetworkError:
-                # The store went with the process that hosts it, which is often the first to end.
+                # The store went with a process that could not say so; the backend tells those that wait for it.
                 break
             except RuntimeError as error:
                 failures += 1
@@ -175,23 +197,48 @@ class LockstepWatch:
             del monitor
 
     def _look(self, monitor: LockstepMonitor) -> None:
-        waiting = self._waiting_for(monitor) if self._is_still(monitor) else None
-        if waiting is None:
-            self._named_at = None
+        still = self._is_still(monitor)
+        waiting = self._waiting_for(monitor) if still else None
+        if self._host_left is None:
+            self._read_farewell()
+        if self._host_left is not None:
+            if waiting is not None and self._verdict is None:
+                positions = [self._position("waits", waiting[0], own=waiting[1]), self._host_left]
+                self._verdict = find_divergence(positions, limit=self._limit) if self._is_overdue else None
+        elif waiting is not None:
+            self._compare(*waiting)
+        elif still and _program_has_ended(monitor.thread):
+            if self._published != (_END, ""):
+                self._publish(self._position("ended", _END))
+                self._published = (_END, "")
+        else:
             self._reported = False
             self._publish_busy()
-            return
-        what, own = waiting
-        still = time.monotonic() - self._still_since
-        overdue = still >= self._limit
-        if self._verdict is None:
-            if overdue:
-                self._publish_wait(what, own, still)
-            self._verdict = self._read_verdict(judge=overdue and self._rank < _JUDGES)
+        if self._verdict is None and self._host_left is None:
+            self._verdict = self._read_verdict(judge=False)
         if self._verdict is not None:
-            self._act(monitor, self._verdict, own=own)
-        elif still >= _REPORT * self._limit and self._rank < _JUDGES:
+            self._act(monitor, self._verdict, waiting)
+
+    def _compare(self, what: str, own: bool) -> None:
+        """Say where this rank waits, and see whether the positions of all prove that it waits in vain."""
+        still = time.monotonic() - self._still_since
+        if self._verdict is None and self._is_overdue:
+            self._publish_wait(what, own, still)
+            self._verdict = self._read_verdict(judge=self._rank < _JUDGES)
+        if self._verdict is None and still >= _REPORT * self._limit and self._rank < _JUDGES:
             self._report(still)
+
+    @property
+    def _is_overdue(self) -> bool:
+        return time.monotonic() - self._still_since >= self._limit
+
+    def _read_farewell(self) -> None:
+        """Read what the rank that hosts the store says before it takes the store with it."""
+        if not self._store_may_go or not self._store.check(["farewell"]):
+            return
+        host = next((p for p in self._positions() if p.state == "ended" and p.hosts_store), None)
+        self._store.add("farewell/read", 1)
+        self._host_left = host
 
     def _publish_busy(self) -> None:
         """Take back what was published about a wait; say now and then what this rank does instead of communicating."""
@@ -227,16 +274,21 @@ class LockstepWatch:
         return verdict
 
     def _is_still(self, monitor: LockstepMonitor) -> bool:
-        """Whether the rank has issued nothing, and its thread stands where it stood, since the last look."""
+        """Whether the rank has issued nothing, and its thread stands where it stood, since the last look.
+
+        Where it stands in a known collective only the counts of that collective's groups are looked at: other threads
+        may issue some of their own meanwhile.
+        """
         now = time.monotonic()
-        issued, events = _issued(), monitor.events
+        events = monitor.events
         sample = None if monitor.waiting_for else _sample(monitor.thread)
-        same = events == self._events and issued == self._issued and _unmoved(sample, self._sample)
+        counts = {} if monitor.waiting_for else _counts(sample.groups if sample and sample.operation else None)
+        same = events == self._events and counts == self._seen and _unmoved(sample, self._sample)
         if events != self._events:
             self._quiet_since = now
         if not same:
             self._still_since = now
-        self._events, self._issued, self._sample = events, issued, sample
+        self._events, self._seen, self._sample = events, counts, sample
         return same
 
     def _waiting_for(self, monitor: LockstepMonitor) -> tuple[str, bool] | None:
@@ -251,30 +303,54 @@ class LockstepWatch:
         # An accelerator's host waits for collectives in calls that look like any other.
         return (UNNAMED, False) if self._follow_host else None
 
-    def _act(self, monitor: LockstepMonitor, verdict: str, *, own: bool) -> None:
-        """Let the main thread raise; end the process if it still stands there after a grace period.
+    def _act(self, monitor: LockstepMonitor, verdict: str, waiting: tuple[str, bool] | None) -> None:
+        """Say the verdict and let the main thread raise it; end a process on the CPU that stands elsewhere for long.
 
         In a wait of the runtime the main thread raises the verdict by itself, but only after every rank has had time to
         read it: a rank that ends closes its connections, and the others shall have said the reason before that error.
         """
         now = time.monotonic()
+        own = waiting is not None and waiting[1]
         if self._named_at is None:
             self._named_at = now
             if not own:
                 logger.error("rank %d: %s", self._rank, verdict)
-        all_told = True
-        with contextlib.suppress(RuntimeError):  # no store, nobody to wait for
-            self._store.set(f"told/{self._rank}", "1")
-            all_told = self._store.check([f"told/{rank}" for rank in range(self._size)])
-        if all_told or now - self._named_at >= _TELLING * self._tick:
+        if monitor.verdict is None and (self._all_know() or now - self._named_at >= _TELLING * self._tick):
             monitor.verdict = verdict
-        if self._grace > 0 and now - self._named_at >= self._grace:
-            sys.stderr.write(
-                f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that "
-                f"cannot be woken, so this process ends now ({GRACE_VARIABLE}=0 leaves it).\n"
-            )
-            sys.stderr.flush()
-            os._exit(1)
+            self._raised_at = now
+        stands_for = now - max(self._raised_at, self._still_since) if monitor.verdict and waiting else 0.0
+        if 0 < self._grace <= stands_for:
+            self._end(verdict)
+
+    def _all_know(self) -> bool:
+        """Whether every rank that is still there has read the verdict."""
+        if self._host_left is not None:
+            return True
+        try:
+            self._store.set(f"told/{self._rank}", "1")
+            staying = [position.rank for position in self._positions() if position.state != "ended"]
+            return bool(self._store.check([f"told/{rank}" for rank in staying]))
+        except RuntimeError:  # no store, nobody to wait for
+            return True
+
+    @property
+    def _grace(self) -> float:
+        """Seconds until a process that stands elsewhere is ended.
+
+        0 leaves it to its backend's own timeout, which on an accelerator also records what was in flight.
+        """
+        if self._asked_grace >= 0:
+            return self._asked_grace
+        return 0.0 if self._follow_host else _GRACE_ON_CPU
+
+    def _end(self, verdict: str) -> NoReturn:
+        sys.stderr.write(
+            f"dmuon_hf LockstepError on rank {self._rank}: {verdict}. The main thread stands in a collective that "
+            f"cannot be woken, so this process runs its exit handlers and ends ({GRACE_VARIABLE}=0 leaves it).\n"
+        )
+        sys.stderr.flush()
+        run_exit_handlers()
+        os._exit(1)
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
@@ -291,11 +367,9 @@ class LockstepWatch:
             seconds=round(seconds, 1),
             own=own,
             raised=raised,
-            issued={
-                **{f"on group {group}": count for group, count in _issued(mark_host=self._follow_host).items()},
-                # Without FSDP2's, which the counts of its process groups contain.
-                **{f"on channel {channel}": count for channel, count in monitor.counts().items()},
-            },
+            issued={**_counts(), **monitor.counts()},
+            stands_on=tuple(_counts(self._sample.groups)) if self._sample is not None and not own else (),
+            hosts_store=self._hosts_store,
             record=monitor.record(),
             trail=self._sample.trail if self._sample is not None else (),
         )
@@ -332,29 +406,31 @@ def _sample(thread: int) -> Sample | None:
     return sample_thread(main) if sample is None and main is not None else sample
 
 
+def _program_has_ended(thread: int) -> bool:
+    """Whether only other threads keep this process, where ``thread`` is the last that issued a collective."""
+    main = threading.main_thread()
+    return not main.is_alive() and (thread == main.ident or sample_thread(thread) is None)
+
+
 def _unmoved(sample: Sample | None, before: Sample | None) -> bool:
     if sample is None or before is None:
         return sample is before
     return sample.signature == before.signature
 
 
-def _issued(*, mark_host: bool = False) -> dict[str, int]:
-    """Collectives issued so far by this rank, by process group, of every group it is in."""
+def _counts(groups: Iterable[ProcessGroup] | None = None) -> dict[str, int]:
+    """Collectives that all threads of this process have issued on ``groups``; by default all that it is in."""
     counts: dict[str, int] = {}
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+    for group in list(dist.distributed_c10d._world.pg_names) if groups is None else groups:
         with contextlib.suppress(RuntimeError):
-            label = _label(group, name) + (ON_HOST if mark_host and _is_of_host(group) else "")
+            label = ON_GROUP + group_label(group)
             counts[label] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counts
 
 
-def _is_of_host(group: ProcessGroup) -> bool:
-    config = dist.get_backend_config(group)
-    return {part.rpartition(":")[2] for part in config.split(",")} <= {"gloo", "mpi"}
-
-
-def _label(group: ProcessGroup, name: str) -> str:
-    return f"{group.group_desc} {name[:6]}"
+def group_label(group: ProcessGroup) -> str:
+    """A name of a process group that is the same on all its ranks."""
+    return f"{group.group_desc} {group.group_name[:6]}"
 
 
 def _seconds(variable: str, default: float) -> float:
@@ -364,6 +440,6 @@ def _seconds(variable: str, default: float) -> float:
         seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
+    if text and not 0 <= seconds < float("inf"):
         raise ConfigurationError(f"{variable} must be a number of seconds, 0 to turn it off, got {text!r}")
     return seconds

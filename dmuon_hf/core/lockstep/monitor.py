@@ -2,23 +2,24 @@
 
 A rank that leaves the common order of collectives (a layer dropped on one rank, a save under ``if rank == 0``) makes
 the others wait for ever. The monitor keeps a cheap record of what this rank issues and waits for. A daemon thread
-(:mod:`.lockstep_watch`) compares it with the other ranks' once this rank has not moved for a while, and only a proof
-ends the run ([Note: what proves that ranks diverged] in :mod:`.lockstep_positions`).
+(:mod:`.watch`) compares it with the other ranks' once this rank has not moved for a while, and only a proof
+ends the run ([Note: what proves that ranks diverged] in :mod:`.positions`).
 
 The host's own waits on the CPU are made in slices, so the error is raised in the main thread where the rank waits. A
-main thread inside somebody else's collective cannot be woken: its process prints the same message and, after a grace
-period, ends, as NCCL's watchdog does.
+main thread inside somebody else's collective cannot be woken: its process prints the same message and, on the CPU and
+after a grace period, runs its exit handlers and ends. On an accelerator the backend's own timeout ends it, with the
+backend's record of what was in flight.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
-import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -29,9 +30,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.grid_group import GridGroup
+from dmuon_hf.core.lockstep.positions import ON_CHANNEL, Position
+from dmuon_hf.core.lockstep.watch import LockstepWatch, group_label
 from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.runtime.lockstep_positions import Position
-from dmuon_hf.core.runtime.lockstep_watch import LockstepWatch
 
 __all__ = ["Channel", "LockstepMonitor", "monitor_on", "note_foreign"]
 
@@ -124,7 +126,6 @@ class LockstepMonitor:
         self._records = [_Record() for _ in Channel]
         self._foreign: dict[str, _Record] = {}
         self._scopes = [channel.name.lower() for channel in Channel]
-        self._meetings = 0
         self._topology: Topology | None = None
         self._watch: LockstepWatch | None = None
 
@@ -132,8 +133,9 @@ class LockstepMonitor:
         """Begin to watch. Every data-parallel rank calls it, in the order in which models are dedicated.
 
         ``DMUON_HANG_SECONDS`` (10 by default) is how long a rank may stand still before positions are compared; 0 turns
-        the thread off and leaves the comparison of records in every optimizer step. ``DMUON_HANG_ABORT_SECONDS`` (10)
-        is how long a main thread that cannot be woken may stay after the ranks are known to have diverged; 0: for ever.
+        the thread off and leaves the comparison of records in every optimizer step. ``DMUON_HANG_ABORT_SECONDS`` (10 on
+        the CPU, 0 on an accelerator) is how long a main thread that cannot be woken may stay after the ranks are known
+        to have diverged; 0: for ever.
 
         Raises:
             ConfigurationError: One of them is no number of seconds.
@@ -151,6 +153,11 @@ class LockstepMonitor:
     def mesh(self) -> DeviceMesh | None:
         """Where the owned tensors of this runtime lie; ``None`` before :meth:`start` and with one rank."""
         return None if self._topology is None else self._topology.mesh
+
+    @property
+    def group(self) -> GridGroup | None:
+        """All data-parallel ranks; ``None`` before :meth:`start` and with one rank."""
+        return None if self._topology is None else self._topology.grid
 
     @property
     def is_open(self) -> bool:
@@ -208,31 +215,26 @@ class LockstepMonitor:
         if self.verdict is not None:
             raise LockstepError(self.verdict)
 
-    def meet(self, what: str) -> bool:
-        """Return when every data-parallel rank has called this for ``what``, however late.
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[Any]:
+        """Context in which this rank waits for all others to come to ``what``; gives the store to meet in.
 
-        Costs round trips to the rendezvous store and touches no process group. For calls that user code may have put
-        behind ``if rank == 0``.
-
-        Returns:
-            Whether the ranks met: false where the monitor is off, or there is one rank.
+        What an exception leaves unfinished counts as never issued, so that the ranks can meet again.
 
         Raises:
-            LockstepError: Some rank is waiting for another collective, so that it will never come; or it came for
-                another call.
+            LockstepError: The ranks cannot meet any more.
         """
-        if self._watch is None or not self.is_open:
-            return False
-        self._meetings += 1
+        assert self._watch is not None
+        store = self._watch.meeting_place(what)
+        record = self._records[Channel.CONTROL]
+        count, digest, tail = record.count, record.digest, record.tail.copy()
         self.issue(Channel.CONTROL, what)
-        with self.at(what):
-            arrived = self._watch.arrive(self._meetings)
-            pause = 0.001
-            while not arrived():
-                self.check()
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-        return True
+        try:
+            with self.at(what):
+                yield store
+        except BaseException:
+            record.count, record.digest, record.tail = count, digest, tail
+            raise
 
     # -- agreement in every optimizer step ----------------------------------------------------------------------------
 
@@ -278,8 +280,9 @@ class LockstepMonitor:
     # -- what the daemon reads ----------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """By channel of the runtime, how many collectives were issued."""
-        return {scope: record.count for scope, record in zip(self._scopes, self._records, strict=True)}
+        """How many collectives the program has issued, by channel of the runtime and by FSDP2 on its groups."""
+        own = {ON_CHANNEL + scope: record.count for scope, record in zip(self._scopes, self._records, strict=True)}
+        return own | {f"of FSDP2 on {group}": record.count for group, record in self._foreign.copy().items()}
 
     def record(self) -> dict[str, tuple[int, Sequence[str]]]:
         """By channel and by group of others, how many collectives were issued and the last of them."""
@@ -315,7 +318,7 @@ def note_foreign(group: ProcessGroup, what: str) -> None:
     for reference in _started:
         monitor = reference()
         if monitor is not None:
-            monitor.note(f"{group.group_desc} {group.group_name[:6]}", what)
+            monitor.note(group_label(group), what)
 
 
 def _arrived(work: Any) -> bool:

@@ -1,9 +1,9 @@
 """Where ranks stand, and the proof that they can never meet again. Pure: values in, a sentence out.
 
 [Note: what proves that ranks diverged]
-On every rank the collectives of a program are issued in one order. Two ranks that run the same program may stand at
-different places of that order, so that one has issued more on some groups and never less on others. Therefore each of
-these is a proof, however slow or busy a rank may be:
+On every rank the main thread issues the collectives of a program in one order. Two ranks that run the same program may
+stand at different places of that order, so that one has issued more on some groups and never less on others. Therefore
+each of these is a proof, however slow or busy a rank may be:
 
 1. the same entry of a record (the n-th collective of one of the runtime's channels, or of FSDP2 on one process group)
    differs on two ranks;
@@ -14,13 +14,15 @@ Waiting alone proves nothing, nor does being far behind: a rank that saves, eval
 hour is behind the others and will arrive. One more rule covers collectives that were mixed up inside one group, where
 counting cannot tell them apart:
 
-4. every rank waits inside a collective that is known by name, has issued as many as the others on every group, has not
-   moved for one and a half times the limit, and two of them stand in different kinds of collective.
+4. every rank waits inside a collective that is known by name, none has issued more than another on the runtime's
+   channels or on a group that some rank stands in, none has moved for one and a half times the limit, and two of them
+   stand in different kinds of collective.
 
-The host of an accelerator waits in calls that look like any other, such as ``loss.item()``: it counts as waiting
-(``UNNAMED``) for the first three rules, which hold for any rank that stands still, and not for the fourth. For the
-second, what such a rank has issued on groups of the host does not count: its main thread would stand in that
-collective by name, so it was another thread, as that of an asynchronous checkpoint, which keeps no order with it.
+What other threads issue (an asynchronous checkpoint, a logger with a process group of its own) keeps no order with the
+main thread, and torch's counts of a group do not tell threads apart. So a count proves something only where the main
+thread is known to have issued it: on the runtime's channels, in what FSDP2 was seen to issue, and on the group whose
+collective the main thread stands in. The host of an accelerator waits in calls that look like any other, such as
+``loss.item()``: it counts as waiting (``UNNAMED``) for the first three rules, and not for the fourth.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["MIXED_PATIENCE", "ON_HOST", "UNNAMED", "Position", "State", "find_divergence", "summary"]
+__all__ = ["MIXED_PATIENCE", "ON_CHANNEL", "ON_GROUP", "UNNAMED", "Position", "State", "find_divergence", "summary"]
 
 State = Literal["waits", "busy", "ended"]
 
 UNNAMED = "a call that has not returned"
 """What a rank waits in that stands still, on an accelerator, outside of any known collective: perhaps no collective."""
 
-ON_HOST = " of the host"
-"""How the name of a group ends, on an accelerator, that carries tensors of the host only."""
+ON_CHANNEL = "on channel "
+"""How the count of one of the runtime's channels begins in `Position.issued`."""
+
+ON_GROUP = "on group "
+"""How torch's count of a process group begins in `Position.issued`; the collectives of all threads are in it."""
 
 MIXED_PATIENCE = 1.5
 """Multiple of the limit after which rule 4 applies."""
@@ -62,8 +67,10 @@ class Position:
         seconds: How long it has not moved.
         own: Whether ``what`` is a collective of the runtime.
         raised: Whether an ended rank left through an exception.
-        issued: Collectives issued so far, by process group and by channel of the runtime (``"on group ..."``). What
-            two ranks both list they take part in together.
+        hosts_store: Whether the job's rendezvous store ends with this rank.
+        issued: Collectives issued so far, by channel of the runtime, by FSDP2 per process group, and by process group
+            (``"on group ..."``). What two ranks both list they take part in together.
+        stands_on: Of the last kind, those whose collective the main thread stands in.
         record: By channel of the runtime and by process group of FSDP2, how many collectives were issued and the last
             of them.
         trail: Where in the caller's code that is, innermost first.
@@ -76,7 +83,9 @@ class Position:
     seconds: float = 0.0
     own: bool = False
     raised: bool = False
+    hosts_store: bool = False
     issued: Mapping[str, int] = field(default_factory=dict)
+    stands_on: Sequence[str] = ()
     record: Mapping[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
     trail: Sequence[str] = ()
 
@@ -88,6 +97,7 @@ class Position:
         values = json.loads(text)
         values["record"] = {channel: (count, tuple(tail)) for channel, (count, tail) in values["record"].items()}
         values["trail"] = tuple(values["trail"])
+        values["stands_on"] = tuple(values["stands_on"])
         return cls(**values)
 
     def describe(self) -> str:
@@ -100,13 +110,21 @@ class Position:
             return f"{self.what}{at}"
         return f"is busy with {self.what}{at}{place}"
 
-    def lacks(self, other: Position) -> dict[str, int]:
-        """Of what both ranks take part in, how many collectives ``other`` has issued that this rank has not."""
+    def ahead_of(self, other: Position) -> dict[str, int]:
+        """Of what both ranks take part in, how many collectives this one's main thread has issued beyond ``other``."""
         return {
-            where: count - self.issued[where]
-            for where, count in other.issued.items()
-            if count > self.issued.get(where, count)
+            where: count - other.issued[where]
+            for where, count in self.issued.items()
+            if self._is_evidence(where) and count > other.issued.get(where, count)
         }
+
+    @property
+    def channels(self) -> list[str]:
+        """The runtime's channels among ``issued``."""
+        return [where for where in self.issued if where.startswith(ON_CHANNEL)]
+
+    def _is_evidence(self, where: str) -> bool:
+        return not where.startswith(ON_GROUP) or where in self.stands_on
 
 
 def find_divergence(positions: Sequence[Position], *, limit: float) -> str | None:
@@ -159,7 +177,7 @@ def _first_difference(
 def _rank_ended(waiting: Sequence[Position], positions: Sequence[Position]) -> str | None:
     for ended in (position for position in positions if position.state == "ended"):
         for waiter in waiting:
-            if ended.raised or ended.lacks(waiter):
+            if ended.raised or waiter.ahead_of(ended):
                 advice = f"Look at the traceback of rank {ended.rank}" if ended.raised else _ADVICE
                 return (
                     f"rank {ended.rank} {ended.describe()}, so what the others wait for never comes"
@@ -169,27 +187,19 @@ def _rank_ended(waiting: Sequence[Position], positions: Sequence[Position]) -> s
 
 
 def _crossed(waiting: Sequence[Position]) -> str | None:
-    distinct: dict[tuple[tuple[str, int], ...], Position] = {}
+    distinct: dict[tuple[Any, ...], Position] = {}
     for position in waiting:
-        distinct.setdefault(tuple(sorted(position.issued.items())), position)
+        distinct.setdefault((*sorted(position.issued.items()), *position.stands_on), position)
     candidates = list(distinct.values())
     for i, a in enumerate(candidates):
         for b in candidates[i + 1 :]:
-            ahead_a, ahead_b = _ahead(a, b), _ahead(b, a)
+            ahead_a, ahead_b = a.ahead_of(b), b.ahead_of(a)
             if ahead_a and ahead_b:
                 return (
                     f"ranks disagree: {summary(waiting)}. Rank {a.rank} has issued {_counted(ahead_a)} that rank "
                     f"{b.rank} has not, and rank {b.rank} {_counted(ahead_b)} that rank {a.rank} has not. {_ADVICE}"
                 )
     return None
-
-
-def _ahead(position: Position, other: Position) -> dict[str, int]:
-    """What the main thread of ``position`` has issued, and may wait for, that ``other`` has not issued."""
-    missing = other.lacks(position)
-    if position.what != UNNAMED:
-        return missing
-    return {where: count for where, count in missing.items() if not where.endswith(ON_HOST)}
 
 
 def _counted(missing: Mapping[str, int]) -> str:
@@ -201,10 +211,11 @@ def _counted(missing: Mapping[str, int]) -> str:
 def _mixed_up(waiting: Sequence[Position], positions: Sequence[Position], limit: float) -> str | None:
     if len(waiting) < len(positions) or any(p.seconds < MIXED_PATIENCE * limit for p in waiting):
         return None
-    if any(p.what == UNNAMED for p in waiting):
+    if any(p.what == UNNAMED for p in waiting) or len({_kind(p) for p in waiting}) == 1:
         return None
-    first = waiting[0]
-    if any(p.lacks(first) or first.lacks(p) for p in waiting) or len({_kind(p) for p in waiting}) == 1:
+    # FSDP2's own counts are left out: its collective may have met another kind on the same group.
+    places = {where for p in waiting for where in (*p.channels, *p.stands_on)}
+    if any(len({p.issued[where] for p in waiting if where in p.issued}) > 1 for where in places):
         return None
     seconds = min(position.seconds for position in waiting)
     return f"ranks disagree: {summary(waiting)}, and none has moved for {seconds:.0f} s. {_ADVICE}"

@@ -1,0 +1,93 @@
+"""A meeting point for collectives that user code may have put behind ``if rank == 0``: an error instead of a hang."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.grid_group import GridGroup
+from dmuon_hf.core.lockstep.monitor import LockstepMonitor
+
+__all__ = ["meet"]
+
+logger = logging.getLogger(__name__)
+
+_UNWATCHED_TIMEOUT = dist.default_pg_timeout
+_REPORT_AFTER = 30.0
+_LONGEST_PAUSE = 0.1
+
+
+def meet(
+    what: str,
+    group: GridGroup | None,
+    *,
+    monitor: LockstepMonitor | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Return when every rank of ``group`` has called this for ``what``.
+
+    The ranks meet in the rendezvous store: that costs some round trips, and leaves the group's own collectives, which
+    cannot be taken back, untouched. One that gives up can come again and meets the others then.
+
+    Args:
+        what: Name of the call, as the user knows it.
+        group: The ranks to meet. Nothing to do without a group, with one rank or on a fake group.
+        monitor: That of a runtime on exactly these ranks; it ends a meeting to which a rank is known never to come.
+        timeout: Longest time to wait for the last rank. Left out, a monitored rank waits as long as it takes, and
+            another one half an hour, the time that torch gives a collective.
+
+    Raises:
+        LockstepError: Some ranks did not come in time, or are known never to come; the message names them.
+    """
+    if group is None or not group.talks:
+        return
+    ranks = group.ranks
+    try:
+        if monitor is not None and monitor.is_open:
+            with monitor.meeting(what) as store:
+                _meet(what, store, ranks, check=monitor.check, timeout=timeout)
+        else:
+            store = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"dmuon_hf/{ranks[0]}-{ranks[-1]}-{len(ranks)}", dist.distributed_c10d._get_default_store()
+            )
+            _meet(what, store, ranks, check=lambda: None, timeout=timeout or _UNWATCHED_TIMEOUT)
+    except dist.DistNetworkError as error:
+        raise LockstepError(
+            f"{what} is collective, but the process that hosts the job's rendezvous store, often rank 0, has ended: "
+            "all ranks have to call it before any of them leaves"
+        ) from error
+
+
+def _meet(what: str, store: Any, ranks: Sequence[int], *, check: Callable[[], None], timeout: timedelta | None) -> None:
+    # Meetings are numbered per rank; one that gives up does not count it, so that it can come again to the same one.
+    me = dist.get_rank()
+    number = f"{what}/number/{me}"
+    meeting = f"{what}/{store.add(number, 0)}"
+    if store.add(f"{meeting}/arrived/{me}", 1) == 1 and store.add(f"{meeting}/count", 1) == len(ranks):
+        store.set(f"{meeting}/complete", "1")
+    started, pause, told = time.monotonic(), 0.001, False
+    while not store.check([f"{meeting}/complete"]):
+        check()
+        waited = time.monotonic() - started
+        if timeout is not None and waited >= timeout.total_seconds():
+            raise LockstepError(
+                f"{what} is collective, but ranks {_missing(store, meeting, ranks)} did not call it within "
+                f"{waited:.0f} s of rank {me}: call it on every rank, not under `if rank == 0`, and let rank 0 write "
+                "the result. If the other ranks are merely late, pass a longer timeout"
+            )
+        if not told and waited >= _REPORT_AFTER:
+            told = True
+            logger.warning("%s still waits for ranks %s", what, _missing(store, meeting, ranks))
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    store.add(number, 1)
+
+
+def _missing(store: Any, meeting: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if store.add(f"{meeting}/arrived/{rank}", 0) == 0]
