@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.optim import sweep
+from dmuon_hf.core.optim.progress import FirstStepProgress
 from tests.distributed.optim_setup import (
     MODES,
     assert_close,
@@ -41,6 +43,47 @@ def test_weights_equal_the_single_process_reference_after_every_step(mode: str) 
     results = run_ranks(_parity, MODES[mode], mode, timeout=120)
     assert sum(count for count, _ in results) == 5 * LOGICAL_MATRICES
     assert all(skipped == 0 for _, skipped in results)
+
+
+def _small_windows(rank: int, world: int, mode: str) -> list[str]:
+    whole_sweep, log = sweep.windows, []
+    sweep.windows = lambda units, mine: whole_sweep(units, mine, 1)  # type: ignore[assignment]
+    model = sharded_mlp(mode)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, [0, 1])
+    assert_close(whole_weights(model), reference_weights(range(2), **OPTIONS))
+    for unit in optimizer.runtime.units:
+        placement = unit.weights.placement
+
+        def publish(
+            versions: Any, placement: Any = placement, plain: Any = placement.publish, at: int = unit.index
+        ) -> None:
+            log.append(f"publish {at}")
+            plain(versions)
+
+        placement.publish = publish
+    unit_of = {name: matrix.unit for name, matrix in optimizer.runtime.dedicated.items()}
+    index = {unit.name: unit.index for unit in optimizer.runtime.units}
+    optimizer._progress = FirstStepProgress(1)
+    optimizer._progress.on_batch = lambda batch: log.extend(f"update {index[unit_of[m.name]]}" for m in batch)
+    optimizer.zero_grad()
+    backward(model, 2)
+    log.clear()
+    optimizer.step()
+    in_step = list(log)
+    assert_close(whole_weights(model), reference_weights(range(3), **OPTIONS))
+    return in_step
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_units_are_published_in_plan_order_each_after_its_own_matrices(mode: str) -> None:
+    for log in run_ranks(_small_windows, MODES[mode], mode, timeout=120):
+        numbers = [int(entry.split()[1]) for entry in log]
+        assert numbers == sorted(numbers)
+        assert [entry for entry in log if entry.startswith("publish")] == [
+            f"publish {i}" for i in range(max(numbers) + 1)
+        ]
+        assert all(log.index(f"update {i}") < log.index(f"publish {i}") for i in numbers if f"update {i}" in log)
 
 
 def _overflow(rank: int, world: int, mode: str, route: str) -> None:

@@ -51,6 +51,20 @@ class FakeMatrix:
     spec: MatrixSpec
     is_owner: bool = True
     owner: tuple[int, int] = (0, 0)
+    updates: int = 0
+
+    def mark_updated(self) -> None:
+        self.updates += 1
+
+
+@dataclass
+class FakeUnit:
+    name: str
+    matrices: list[FakeMatrix]
+    calls: list[str]
+
+    def publish(self) -> None:
+        self.calls.append(f"publish {self.name}")
 
 
 class FakeRuntime:
@@ -58,9 +72,7 @@ class FakeRuntime:
 
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
-        self.topology = SimpleNamespace(
-            device=torch.device("cpu"), is_distributed=True, is_hsdp=True, slot=(0, 0), ranks=None
-        )
+        self.topology = SimpleNamespace(device=torch.device("cpu"), slot=(0, 0), ranks=None)
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))
             for name, param in model.named_parameters()
@@ -95,8 +107,14 @@ class FakeRuntime:
     def discard_grads(self) -> None:
         self.calls.append("discard")
 
-    def publish(self, *, asynchronous: bool) -> None:
-        self.calls.append(f"publish asynchronous={asynchronous}")
+    @property
+    def matrix_units(self) -> list[FakeUnit]:
+        """Two units: the first two matrices, and the others."""
+        matrices = list(self.dedicated.values())
+        return [FakeUnit("first", matrices[:2], self.calls), FakeUnit("second", matrices[2:], self.calls)]
+
+    def finish_publish(self) -> None:
+        self.calls.append("finish publish")
 
     def set_forward_prefetch_depth(self, depth: int) -> None:
         self.prefetch_depth = depth

@@ -261,14 +261,15 @@ def test_different_numbers_of_backward_passes_are_named(monkeypatch: pytest.Monk
     assert torch.equal(before["a_proj.weight"], setup.model.a_proj.weight)
 
 
-def test_step_prepares_agrees_once_and_publishes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_prepares_agrees_once_and_publishes_each_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     for asynchronous in (True, False):
         setup = build(monkeypatch, replicate_async=asynchronous)
         assert setup.runtime.calls == ["maximum"]  # that all ranks run Newton-Schulz alike
         setup.runtime.calls.clear()
         backward(setup.model, 0)
         setup.optimizer.step()
-        assert setup.runtime.calls == ["prepare", "agree", f"publish asynchronous={asynchronous}"]
+        waits = [] if asynchronous else ["finish publish"]
+        assert setup.runtime.calls == ["prepare", "agree", "publish first", "publish second", *waits]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -11,9 +11,9 @@ from dmuon_hf.core.errors import ConfigurationError, DMuonError, LockstepError
 from dmuon_hf.core.ns import NewtonSchulz, agreement
 from dmuon_hf.core.ns.agreement import Call, RankGroup, autotune_on_first_rank, require_same_on_all_ranks
 from dmuon_hf.core.ns.autotune import Choice, tuner
-from dmuon_hf.core.optim.update import MAX_BATCH_NUMEL
+from dmuon_hf.core.optim.update import MAX_BATCH_NUMEL, MuonRule
 from dmuon_hf.core.optim.workload import newton_schulz_calls
-from tests.unit.muon_fakes import FUSED, FakeMatrix
+from tests.unit.muon_fakes import FUSED, FakeMatrix, FakeUnit
 from tests.unit.ns_autotune_fakes import Bench
 from tests.unit.ns_reference import gaussian
 
@@ -159,10 +159,9 @@ def matrix(name: str, shape: tuple[int, int], owner: int, **options: Any) -> Fak
 
 
 def calls_of(*matrices: FakeMatrix, ns_steps: int = 5) -> set[Call]:
-    group = {"route": "muon", "ns_steps": ns_steps, "nesterov": True, "lr_scale": "none"}
-    groups = [group, {"route": "adamw"}]
-    names = [[m.name for m in matrices], ["norm"]]
-    return newton_schulz_calls(groups, names, {m.name: m for m in matrices})
+    rule = MuonRule(0.1, 0.9, nesterov=True, ns_steps=ns_steps, weight_decay=0.0, lr_scale="none")
+    units = [FakeUnit("first", list(matrices[:2]), []), FakeUnit("second", list(matrices[2:]), [])]
+    return newton_schulz_calls(units, {id(m.param): rule for m in matrices})
 
 
 def test_calls_are_the_batches_of_every_owner():

@@ -1,4 +1,4 @@
-"""AdamW on the local part of ordinary parameters: torch's own functional form, so it equals ``torch.optim.AdamW``."""
+"""AdamW on the local part of ordinary parameters: torch's own forms, fused on accelerators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from dmuon_hf.core.device import host_to_device
 
 __all__ = ["apply_adamw"]
+
+_Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 @torch.no_grad()
@@ -19,7 +24,8 @@ def apply_adamw(
     """One AdamW step on local tensors, in place.
 
     Elementwise, so the update of a shard is the shard of the update. A gradient in another dtype than its parameter is
-    cast to the parameter's; the state keeps the parameter's dtype, as ``torch.optim.AdamW`` has it.
+    cast to the parameter's; the state keeps the parameter's dtype, as ``torch.optim.AdamW`` has it. Equals ``AdamW()``
+    on a CPU and ``AdamW(fused=True)`` on accelerators; the two differ by rounding.
 
     Args:
         params: Local parameters.
@@ -27,21 +33,45 @@ def apply_adamw(
         states: ``step`` (fp32 scalar on the CPU), ``exp_avg`` and ``exp_avg_sq`` (local) of each parameter.
         group: ``lr`` (a plain number), ``betas``, ``eps``, ``weight_decay``.
     """
-    if not params:
-        return
+    fused: dict[tuple[torch.device, torch.dtype], _Lists] = {}
+    rest: _Lists = ([], [], [], [], [])
+    for param, grad, state in zip(params, grads, states, strict=True):
+        row = (param, grad.to(param.dtype), state["exp_avg"], state["exp_avg_sq"])
+        lists = fused.setdefault((param.device, param.dtype), ([], [], [], [], [])) if _takes_fused(row) else rest
+        for column, value in zip(lists, (*row, state["step"]), strict=True):
+            column.append(value)
     beta1, beta2 = group["betas"]
-    adamw(
-        list(params),
-        [grad.to(param.dtype) for param, grad in zip(params, grads, strict=True)],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        [state["step"] for state in states],
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    rule = {
+        "amsgrad": False,
+        "beta1": beta1,
+        "beta2": beta2,
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": False,
+    }
+    for (device, _), (weights, gradients, first, second, steps) in fused.items():
+        torch._foreach_add_(steps, 1.0)
+        torch._fused_adamw_(weights, gradients, first, second, [], _on(device, steps), **rule)
+    weights, gradients, first, second, steps = rest
+    if weights:
+        adamw(weights, gradients, first, second, [], steps, **rule)
+
+
+def _takes_fused(row: Sequence[Tensor]) -> bool:
+    """Whether a parameter is updated by the fused kernel: on an accelerator that has one.
+
+    It walks through memory, so all four have to lie there alike. That of the CPU rounds an element by its place, vector
+    or tail, and so a shard otherwise than the whole.
+    """
+    device = row[0].device.type
+    return device != "cpu" and device in _get_fused_kernels_supported_devices() and all(map(_is_dense, row))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.is_floating_point()
+
+
+def _on(device: torch.device, steps: list[Tensor]) -> list[Tensor]:
+    """Step counts where the kernel reads them, by one copy that the host does not wait for."""
+    return steps if device.type == "cpu" else list(host_to_device(torch.stack(steps), device).unbind())

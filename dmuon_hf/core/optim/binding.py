@@ -11,8 +11,9 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.groups import trainable_parameters
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
 from dmuon_hf.core.runtime import require_runtime
+from dmuon_hf.core.runtime.replica_check import check_replicas, debug_enabled
 
-__all__ = ["check_held", "check_rebindable", "runtime_with_matrices"]
+__all__ = ["check_held", "check_rebindable", "check_replicas", "debug_enabled", "runtime_with_matrices"]
 
 
 def runtime_with_matrices(model: nn.Module) -> OptimizerRuntime:

@@ -35,11 +35,9 @@ def local_tensor(tensor: Tensor, what: str) -> Tensor:
 
 
 def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device) -> Tensor:
-    """Divide live local gradients by the loss scale and report infinities and NaN; does not synchronise.
+    """Divide live local gradients by the loss scale, if there is one, and report infinities and NaN.
 
-    One pass of the multi-tensor kernel of ``torch.amp``, the cheapest exact check on CPU and CUDA; without a scale it
-    writes every element back as it was. CUDA has it for no other types than fp16, fp32 and fp64: gradients of the
-    others, bf16 above all, are scaled and then checked by their largest element.
+    Does not synchronise. Without a scale gradients are read once and not written.
 
     Args:
         grads: Local gradients of any device and dtype.
@@ -50,19 +48,37 @@ def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, devic
         fp32 ``(1,)``: above 0 where any element is infinite or NaN, else 0.
     """
     found = torch.zeros(1, dtype=torch.float32, device=device)
-    inverse = found.new_ones(1) if grad_scale is None else grad_scale.double().reciprocal().float()
+    inverse = None if grad_scale is None else grad_scale.double().reciprocal().float().reshape(1).to(device)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         if grad.numel() > 0:
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (where, dtype), same_kind in by_kind.items():
-        part = torch.zeros(1, dtype=torch.float32, device=where)
-        if dtype in _AMP_TYPES:
-            torch._amp_foreach_non_finite_check_and_unscale_(same_kind, part, inverse.to(where))
-        else:
-            if grad_scale is not None:
-                torch._foreach_mul_(same_kind, inverse.to(where).reshape(()))
-            largest = torch.stack(torch._foreach_norm(same_kind, math.inf))
-            part = (~largest.isfinite()).any().float().reshape(1)
+    for (where, _), same_kind in by_kind.items():
+        part = _nonfinite(same_kind) if inverse is None else _unscale_(same_kind, inverse.to(where))
         found = torch.maximum(found, part.to(device))
     return found
+
+
+def _unscale_(grads: list[Tensor], inverse: Tensor) -> Tensor:
+    """Multiply by ``inverse`` and report in one pass of the kernel of ``torch.amp``.
+
+    CUDA has it for no other types than fp16, fp32 and fp64: others, bf16 above all, take two passes.
+    """
+    if grads[0].dtype not in _AMP_TYPES:
+        torch._foreach_mul_(grads, inverse.reshape(()))
+        return _nonfinite(grads)
+    part = torch.zeros(1, dtype=torch.float32, device=grads[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, part, inverse)
+    return part
+
+
+def _nonfinite(grads: list[Tensor]) -> Tensor:
+    """Exact and without a write: extremes keep NaN, and no sum overflows.
+
+    One multi-tensor kernel on accelerators; on the CPU, which has none for the largest magnitude, two extremes each.
+    """
+    if grads[0].device.type == "cpu":
+        extremes = [extreme for grad in grads for extreme in torch.aminmax(grad)]
+    else:
+        extremes = list(torch._foreach_norm(grads, math.inf))
+    return (~torch.stack(extremes).isfinite()).any().float().reshape(1)

@@ -1,4 +1,14 @@
-"""What the optimizer asks of the runtime: the whole of it, so that the two can be read and tested apart."""
+"""What the optimizer asks of the runtime: the whole of it, so that the two can be read and tested apart.
+
+``binding.py`` finds the runtime of a model. Beside it only ``state.py``, which knows the layouts that state can have,
+and ``clip_buckets.py``, which asks what a group communicates with, import from the runtime. Three protocols:
+
+- `DedicatedMatrix`: a matrix, who computes its update, and how to say that it changed.
+- `MatrixUnit`: matrices that become visible together, and their publish.
+- `OptimizerRuntime`: the units, the gradients, and what the ranks agree on.
+
+Another way to keep matrices whole for their update is another implementation of the first two.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +20,15 @@ from torch import Tensor, nn
 
 from dmuon_hf.core.plan import MatrixSpec
 
-__all__ = ["DedicatedMatrix", "Layout", "OptimizerRuntime"]
+__all__ = ["DedicatedMatrix", "Layout", "MatrixUnit", "OptimizerRuntime"]
 
 
 class DedicatedMatrix(Protocol):
-    """One dedicated parameter as the optimizer sees it."""
+    """One dedicated parameter.
+
+    ``param``, its ``.grad`` and its state have one layout: whole on the rank that computes the update, ``owner``, and
+    without rows on the others.
+    """
 
     @property
     def name(self) -> str: ...
@@ -26,6 +40,19 @@ class DedicatedMatrix(Protocol):
     def is_owner(self) -> bool: ...
     @property
     def owner(self) -> tuple[int, int]: ...
+    def mark_updated(self) -> None:
+        """The owner has updated the matrix, so that gathered copies are stale. Called on every rank."""
+
+
+class MatrixUnit(Protocol):
+    """Matrices that become visible to the other ranks together."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def matrices(self) -> Sequence[DedicatedMatrix]: ...
+    def publish(self) -> None:
+        """Issue what brings the updates to other replicas; the next forward waits for it. Collective under HSDP."""
 
 
 class Layout(Protocol):
@@ -33,10 +60,6 @@ class Layout(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-    @property
-    def is_distributed(self) -> bool: ...
-    @property
-    def is_hsdp(self) -> bool: ...
     @property
     def slot(self) -> tuple[int, int]: ...
     @property
@@ -51,6 +74,8 @@ class OptimizerRuntime(Protocol):
     @property
     def dedicated(self) -> Mapping[str, DedicatedMatrix]: ...
     @property
+    def matrix_units(self) -> Sequence[MatrixUnit]: ...
+    @property
     def backward_count(self) -> int: ...
     def prepare_grads(self) -> None: ...
     def grad_flags(self) -> list[bool]: ...
@@ -59,5 +84,5 @@ class OptimizerRuntime(Protocol):
     def reduce_sum(self, values: Tensor) -> Tensor: ...
     def from_first(self, value: Any) -> Any: ...
     def discard_grads(self) -> None: ...
-    def publish(self, *, asynchronous: bool) -> None: ...
+    def finish_publish(self) -> None: ...
     def set_forward_prefetch_depth(self, depth: int) -> None: ...

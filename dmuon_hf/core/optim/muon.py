@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,22 +13,25 @@ from torch.optim import Optimizer
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.ns.agreement import RankGroup, autotune_on_first_rank, require_same_on_all_ranks
-from dmuon_hf.core.optim.adamw import apply_adamw
-from dmuon_hf.core.optim.binding import check_held, check_rebindable, runtime_with_matrices
+from dmuon_hf.core.optim.binding import (
+    check_held,
+    check_rebindable,
+    check_replicas,
+    debug_enabled,
+    runtime_with_matrices,
+)
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
 from dmuon_hf.core.optim.gradients import local_tensor
-from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, scalar, trainable_parameters
-from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
+from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, trainable_parameters
+from dmuon_hf.core.optim.interfaces import OptimizerRuntime
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
 from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
+from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw, step_muon
 from dmuon_hf.core.optim.unbuilt import require_defaults
-from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon
 from dmuon_hf.core.optim.verdict import agree_on_step
 from dmuon_hf.core.optim.workload import newton_schulz_calls
-from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
-from dmuon_hf.core.runtime.replica_check import check_replicas, debug_enabled
 
 __all__ = ["Muon"]
 
@@ -196,8 +199,9 @@ class Muon(Optimizer):
         """Let the first rank time kernels for what any rank will run, if the user asked for that. Collective then."""
         ns = self._orthogonalize
         if isinstance(ns, NewtonSchulz) and ns.tuner is not None:
-            calls = newton_schulz_calls(self.param_groups, self._names, self._runtime.dedicated)
-            autotune_on_first_rank(ns, calls, self._ranks)
+            autotune_on_first_rank(
+                ns, newton_schulz_calls(self._runtime.matrix_units, muon_rules(self.param_groups)), self._ranks
+            )
 
     def _reset_state(self) -> None:
         self.state.clear()
@@ -304,23 +308,26 @@ class Muon(Optimizer):
             self._bind()
         # Attributes that torch.amp.GradScaler sets for the time of the call.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        verdict = agree_on_step(runtime, self._local_grads(), grad_scale=grad_scale, found_inf=found_inf)
+        with torch.profiler.record_function("dmuon::agreement"):
+            verdict = agree_on_step(runtime, local_grads(self.param_groups), grad_scale=grad_scale, found_inf=found_inf)
         if not verdict.finite:
             self._count_skip()
             return loss
-        reached = {
-            id(matrix.param): matrix
-            for matrix, has_grad in zip(runtime.dedicated.values(), verdict.reached, strict=True)
-            if has_grad
-        }
         take_cycled_momentum(self.param_groups)
-        for group in self.param_groups:
-            if group["route"] == "muon":
-                self._step_muon(group, [reached[id(p)] for p in group["params"] if id(p) in reached])
-            else:
-                self._step_adamw(group)
+        self.ns_matrices += step_muon(
+            self.param_groups,
+            self.state,
+            runtime,
+            verdict.reached,
+            self._orthogonalize,
+            on_batch=self._progress.on_batch if self._progress.active else None,
+        )
         self._progress.finish()
-        runtime.publish(asynchronous=self._replicate_async)
+        for group in self.param_groups:
+            if group["route"] == "adamw":
+                step_adamw(group, self.state)
+        if not self._replicate_async:
+            runtime.finish_publish()
         return loss
 
     def _bind(self) -> None:
@@ -337,56 +344,6 @@ class Muon(Optimizer):
                 "lost. Load the model in float32 and use mixed precision for the computation.",
                 ", ".join(sorted(dtypes)),
             )
-
-    def _local_grads(self) -> list[Tensor]:
-        return [
-            local_tensor(param.grad, "a gradient")
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-
-    def _step_muon(self, group: dict[str, Any], matrices: Sequence[DedicatedMatrix]) -> None:
-        """Update the owned among ``matrices``; on every rank mark gathered copies of all of them as stale."""
-        rule = MuonRule(
-            lr=scalar(group["lr"]),
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            ns_steps=group["ns_steps"],
-            weight_decay=group["weight_decay"],
-            lr_scale=group["lr_scale"],
-        )
-        owned = [self._owned_matrix(matrix) for matrix in matrices if matrix.is_owner]
-        on_batch = self._progress.on_batch if self._progress.active else None
-        self.ns_matrices += apply_muon(owned, rule, self._orthogonalize, on_batch=on_batch)
-        for matrix in matrices:
-            if isinstance(matrix.param, OwnedTensor):
-                matrix.param.content.bump()
-
-    def _owned_matrix(self, matrix: DedicatedMatrix) -> OwnedMatrix:
-        param = matrix.param
-        if param.grad is None:
-            raise ConfigurationError(f"the gradient of {matrix.name!r} is gone: set no .grad to None before step()")
-        momentum = self.state[param]["momentum_buffer"]
-        return OwnedMatrix(
-            name=matrix.name,
-            weight=local_tensor(param, matrix.name),
-            grad=local_tensor(param.grad, matrix.name),
-            momentum=local_tensor(momentum, matrix.name),
-            spec=matrix.spec,
-        )
-
-    def _step_adamw(self, group: dict[str, Any]) -> None:
-        params = [param for param in group["params"] if param.grad is not None]
-        states = [
-            {key: local_tensor(value, f"state {key!r}") for key, value in self.state[param].items()} for param in params
-        ]
-        apply_adamw(
-            [local_tensor(param, "a parameter") for param in params],
-            [local_tensor(param.grad, "a gradient") for param in params],
-            states,
-            {**group, "lr": scalar(group["lr"])},
-        )
 
     def _count_skip(self) -> None:
         self.skipped_steps += 1

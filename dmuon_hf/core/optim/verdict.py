@@ -3,6 +3,9 @@
 [Note: lockstep] A rank must not decide from what it holds. Each rank puts into one fp32 vector whether its gradients
 are finite, how many backward passes it has run, and which dedicated matrices it saw a gradient for; the elementwise
 maximum over all data-parallel ranks is the same everywhere, and so is every decision taken from it.
+
+It is issued by ``step()`` and not when backward ends: clipping, unscaling and the caller may write gradients in
+between, on one rank and not on another, and a second agreement about that would cost what the first one saves.
 """
 
 from __future__ import annotations

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dmuon_hf.core.ns.agreement import Call
-from dmuon_hf.core.optim.interfaces import DedicatedMatrix
-from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, apply_muon, momentum_dtype
+from dmuon_hf.core.optim.interfaces import DedicatedMatrix, MatrixUnit
+from dmuon_hf.core.optim.sweep import update_window, windows
+from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, momentum_dtype
 
 __all__ = ["newton_schulz_calls"]
 
 
-def newton_schulz_calls(
-    groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[str]], dedicated: Mapping[str, DedicatedMatrix]
-) -> set[Call]:
+def newton_schulz_calls(units: Sequence[MatrixUnit], rules: Mapping[int, MuonRule]) -> set[Call]:
     """Every distinct call that any rank makes in a step in which every matrix has a gradient. No communication.
 
     Found by running the update of each owner on tensors without data.
 
     Args:
-        groups: The optimizer's groups, of both routes.
-        names: Canonical names of their parameters.
-        dedicated: The dedicated matrices by these names.
+        units: All units, in plan order.
+        rules: The rule of each parameter's group, as :func:`~dmuon_hf.core.optim.sweep.sweep` takes it.
     """
     calls: set[Call] = set()
 
@@ -33,16 +30,14 @@ def newton_schulz_calls(
         calls.add(Call(tuple(matrices.shape), matrices.dtype, steps))
         return torch.empty_like(matrices)
 
-    for group, group_names in zip(groups, names, strict=True):
-        if group["route"] != "muon":
-            continue
-        # Numbers that no shape depends on.
-        rule = MuonRule(0.0, 0.0, group["nesterov"], group["ns_steps"], 0.0, group["lr_scale"])
-        by_owner: dict[tuple[int, int], list[OwnedMatrix]] = {}
-        for name in group_names:
-            by_owner.setdefault(dedicated[name].owner, []).append(_without_data(dedicated[name]))
-        for owned in by_owner.values():
-            apply_muon(owned, rule, record)
+    by_owner: dict[tuple[int, int], dict[int, OwnedMatrix]] = {}
+    for unit in units:
+        for matrix in unit.matrices:
+            if id(matrix.param) in rules:
+                by_owner.setdefault(matrix.owner, {})[id(matrix.param)] = _without_data(matrix)
+    for mine in by_owner.values():
+        for window in windows(units, mine):
+            update_window(window, rules, mine, record)
     return calls
 
 

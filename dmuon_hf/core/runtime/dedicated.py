@@ -85,6 +85,11 @@ class DedicatedParam:
         assert isinstance(self.param, OwnedTensor)
         return (self.param.content, self.param.content.version)
 
+    def mark_updated(self) -> None:
+        """The owner has written its master, which the dispatcher did not see. To be called on every rank."""
+        if isinstance(self.param, OwnedTensor):
+            self.param.content.bump()
+
     def install(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into every module slot of this weight."""
         for module, attribute in self.places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interrupted_pass, zero_sharded_grads
 from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER, ZERO_LISTENER
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
+from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.unit import Unit
 
@@ -221,10 +223,16 @@ class Runtime:
             raise ConfigurationError(f"forward_prefetch_depth must be 0 or more, got {depth}")
         self.prefetcher.forward_depth = depth
 
+    @property
+    def matrix_units(self) -> list[OwnedUnit]:
+        """The dedicated parameters by unit, in plan order, for an update that publishes each unit when it is done."""
+        publishes = {unit.name: partial(_publish, unit) for unit in self.units}
+        return owned_units(list(self.dedicated.values()), self.plan.units, publishes)
+
     def publish(self, *, asynchronous: bool) -> None:
         """Bring updated weights to the other replicas, in plan order. Collective under HSDP, nothing on a 1-D mesh."""
         for unit in self.units:
-            unit.weights.placement.publish(unit.weights.versions())
+            _publish(unit)
         if not asynchronous:
             self.finish_publish()
 
@@ -232,6 +240,10 @@ class Runtime:
         """Order the caller after every publish in flight."""
         for unit in self.units:
             unit.weights.placement.finish_publish()
+
+
+def _publish(unit: Unit) -> None:
+    unit.weights.placement.publish(unit.weights.versions())
 
 
 def attach(model: nn.Module, runtime: Runtime) -> None:
