@@ -6,16 +6,20 @@ The patches do nothing for models without dedicated parameters. Tested with torc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as _param_group_module
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from dmuon_hf.core.lockstep import note_foreign
+from dmuon_hf.core.runtime.fsdp_units import group_units
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.watch import Inputs
 
 __all__ = ["install_patch", "uninstall_patch"]
 
@@ -40,6 +44,7 @@ def install_patch() -> None:
     managed = _fsdp_init._get_managed_states
     set_sync = FSDPModule.set_requires_gradient_sync
     all_gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
+    watch_inputs = _fsdp_param_group.FSDPParamGroup._register_post_backward_hook
 
     def get_managed_states(
         modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None
@@ -68,6 +73,11 @@ def install_patch() -> None:
             if listener is not None:
                 listener(set_to_none)
 
+    def register_post_backward_hook(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not torch.is_grad_enabled() or not _stands_for_units(group):
+            return cast(tuple[Any, Any], watch_inputs(group, args, kwargs))
+        return _watch_keeping_containers(watch_inputs, group, args, kwargs)
+
     def foreach_all_gather(fsdp_params: list[Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         note_foreign(group, f"FSDP2 all-gather of {_subject(fsdp_params)}")
         return all_gather(fsdp_params, group, *args, **kwargs)
@@ -83,11 +93,13 @@ def install_patch() -> None:
     _originals["set_sync"] = set_sync
     _originals["all_gather"] = all_gather
     _originals["reduce"] = reduce
+    _originals["watch_inputs"] = watch_inputs
     _fsdp_init._get_managed_states = get_managed_states
     FSDPModule.set_requires_gradient_sync = set_requires_gradient_sync  # type: ignore[method-assign]
     FSDPModule.zero_grad = zero_grad  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_all_gather = foreach_all_gather
     _fsdp_param_group.foreach_reduce = foreach_reduce
+    _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = register_post_backward_hook
 
 
 def uninstall_patch() -> None:
@@ -99,6 +111,36 @@ def uninstall_patch() -> None:
     del FSDPModule.zero_grad  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_all_gather = _originals.pop("all_gather")
     _fsdp_param_group.foreach_reduce = _originals.pop("reduce")
+    _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = _originals.pop("watch_inputs")
+
+
+def _stands_for_units(group: Any) -> bool:
+    """Whether an FSDP2 parameter group has owned weights beside its own; asked once, when the model has been built."""
+    if not hasattr(group, "_dmuon_stands_for_units"):
+        group._dmuon_stands_for_units = bool(group_units(group.modules))
+    return bool(group._dmuon_stands_for_units)
+
+
+def _watch_keeping_containers(watch: Callable[..., Any], group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """FSDP2 learns that autograd has left the module without replacing a list, dict or cache of the caller.
+
+    It copies every container with a tensor that requires a gradient, so that what the module appends is lost. The
+    tensors that are arguments themselves are enough for it; without any, hooks on those in containers tell it (see
+    [Note: leaving a module] in watch.py).
+    """
+    bare = tuple(value if isinstance(value, Tensor) else None for value in args)
+    named = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
+    if any(value is not None and value.requires_grad for value in (*bare, *named.values())):
+        watched, watched_named = watch(group, bare, named)
+        merged = tuple(new if old is not None else arg for old, new, arg in zip(bare, watched, args, strict=True))
+        return merged, {**kwargs, **watched_named}
+
+    def on_leave(grad: Tensor) -> None:
+        if group._training_state is TrainingState.PRE_BACKWARD:
+            group.post_backward()
+
+    Inputs(args, kwargs).on_leave(on_leave)
+    return args, kwargs
 
 
 def _subject(fsdp_params: list[Any]) -> str:

@@ -2,64 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 
+from dmuon_hf.core.runtime.compiling import refuse_cuda_graphs, untraced
+from dmuon_hf.core.runtime.fsdp_units import note_unit
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.states import GradState
 from dmuon_hf.core.runtime.unit import Unit
+from dmuon_hf.core.runtime.watch import Inputs, differentiable_tensors
 
 __all__ = ["register_root_hooks", "register_unit_hooks"]
-
-
-class _LeaveThroughInputs(torch.autograd.Function):
-    """Identity on a module's inputs whose backward runs when autograd leaves the module."""
-
-    @staticmethod
-    def forward(ctx: Any, on_leave: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.on_leave = on_leave
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.on_leave()
-        return (None, *grads)
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _differentiable_tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors that require a gradient anywhere in a module's output: containers, mappings and dataclasses."""
-    if _differentiable(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _differentiable_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _differentiable_tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _differentiable_tensors(getattr(value, field.name))
-
-
-def _watch_inputs(args: Any, kwargs: Any, on_leave: Callable[[], None]) -> tuple[Any, Any]:
-    leaves, tree = tree_flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
-    if positions:
-        watched = _LeaveThroughInputs.apply(on_leave, *[leaves[i] for i in positions])
-        for i, tensor in zip(positions, watched, strict=True):
-            leaves[i] = tensor
-    new_args, new_kwargs = tree_unflatten(leaves, tree)
-    return new_args, new_kwargs
 
 
 class _UnitHooks:
@@ -69,50 +28,80 @@ class _UnitHooks:
         self.unit = unit
         self.backward = backward
         self.prefetcher = prefetcher
+        # One entry for each forward of the module that is running; None where autograd records nothing new.
+        self._inputs: list[Inputs | None] = []
+        self._compiled: object = self
+        self._on_pre_backward = untraced(self._pre_backward)
+        self._on_inner_pre_backward = untraced(self._inner_pre_backward)
+        self._on_leave_hook = untraced(self._on_leave)
+        self._on_passed_hook = untraced(self._on_passed)
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = graph_task() != -1
         if not in_backward:
             self.backward.abandon()
+        if module._compiled_call_impl is not self._compiled:
+            # Before the first forward, and after module.compile().
+            self._compiled = module._compiled_call_impl
+            refuse_cuda_graphs(self.unit.name)
+        inputs = None
+        if torch.is_grad_enabled() and not self._is_recompute(in_backward):
+            inputs = Inputs(args, kwargs)
+            inputs.on_leave(self._on_leave_hook)
+        self._inputs.append(inputs)
         self.unit.enter_forward(in_backward=in_backward)
         if in_backward:
             self.prefetcher.before_backward(self.unit)
         else:
             self.prefetcher.before_forward(self.unit)
-        if not torch.is_grad_enabled() or self._is_recompute(in_backward):
-            return args, kwargs
-        return _watch_inputs(args, kwargs, self._on_leave)
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._inputs:
+            # A hook that runs before ours raised, so that the module was never entered.
+            return
+        inputs = self._inputs.pop()
         self.unit.leave_forward()
         in_backward = graph_task() != -1
-        if in_backward:
-            # The backward of this unit follows at once, or has begun; its end frees the weights.
-            if torch.is_grad_enabled() and not self._is_recompute(in_backward):
-                self._watch_outputs(output)
-            return
-        if torch.is_grad_enabled():
-            self._watch_outputs(output)
-        if self.unit.reshard_after_forward:
+        if inputs is not None and not self._is_recompute(in_backward):
+            hook = self._on_inner_pre_backward if in_backward else self._on_pre_backward
+            for tensor in inputs.made_since(output):
+                tensor.register_hook(hook)
+            inputs.on_passed(output, self._on_passed_hook)
+            # What the module left in its arguments: losses, caches, hidden states. FSDP2 looks at outputs only.
+            for tensor in inputs.made_since(args, kwargs):
+                tensor.register_hook(hook)
+                if isinstance(module, FSDPModule):
+                    tensor.register_hook(module._get_fsdp_state()._pre_backward)
+        # In a backward pass, that of this unit follows at once, or has begun; its end frees the weights.
+        if not in_backward and self.unit.reshard_after_forward:
             self.unit.weights.reshard()
 
     def _is_recompute(self, in_backward: bool) -> bool:
         """A forward inside a backward that has already reached this unit repeats what autograd knows."""
         return in_backward and self.unit.grads.state is not GradState.IDLE
 
-    def _watch_outputs(self, output: Any) -> None:
-        for tensor in _differentiable_tensors(output):
-            tensor.register_hook(self._pre_backward)
-
     def _pre_backward(self, grad: Tensor) -> None:
         self.backward.begin()
         self.unit.enter_backward()
         self.prefetcher.before_backward(self.unit)
 
-    def _on_leave(self) -> None:
-        self.backward.begin()
-        self.unit.grads.inputs_done()
-        self.backward.advance()
+    def _inner_pre_backward(self, grad: Tensor) -> None:
+        """Of a forward that ran inside a backward pass (reentrant checkpointing), whose own pass is an inner one."""
+        self._pre_backward(grad)
+        Variable._execution_engine.queue_callback(self._on_leave_hook)
+
+    def _on_passed(self, grad: Tensor) -> None:
+        """Of an input that the module handed on: on this rank it may have done nothing else (a block that is skipped).
+
+        The pass comes through the unit all the same, so that this rank gathers and reduces when the others do.
+        """
+        if self.unit.grads.state is GradState.IDLE:
+            self._pre_backward(grad)
+
+    def _on_leave(self, grad: Tensor | None = None) -> None:
+        if self.unit.grads.state is GradState.COLLECTING:
+            self.unit.grads.inputs_done()
+            self.backward.advance()
 
     def on_grad(self, i: int) -> Callable[[Tensor], None]:
         # Weakly: torch keeps these hooks where the garbage collector does not look, so that a model they held would
@@ -131,11 +120,12 @@ class _UnitHooks:
 def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetcher) -> None:
     """Attach a unit to its boundary module and to autograd."""
     hooks = _UnitHooks(unit, backward, prefetcher)
-    unit.module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True)
+    note_unit(unit)
+    unit.module.register_forward_pre_hook(untraced(hooks.pre_forward), with_kwargs=True)
     # Also after an exception: early-stopping recomputation leaves a forward by raising.
-    unit.module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
+    unit.module.register_forward_hook(untraced(hooks.post_forward), with_kwargs=True, always_call=True)
     for i, parameter in enumerate(unit.weights.unsharded):
-        parameter.register_post_accumulate_grad_hook(hooks.on_grad(i))
+        parameter.register_post_accumulate_grad_hook(untraced(hooks.on_grad(i)))
 
 
 def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Prefetcher) -> None:
@@ -147,22 +137,25 @@ def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Pre
 
     def pre_forward(module: nn.Module, args: Any) -> None:
         if graph_task() == -1:
+            refuse_cuda_graphs(type(module).__name__)
             backward.abandon()
             prefetcher.begin_forward()
-
-    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-        if graph_task() != -1:
-            return
-        prefetcher.end_forward()
-        if torch.is_grad_enabled():
-            for tensor in _differentiable_tensors(output):
-                tensor.register_hook(pre_backward)
 
     def pre_backward(grad: Tensor) -> None:
         # An output of the model may be reached in the middle of a pass: a hidden state beside the loss.
         if backward.begin():
             prefetcher.begin_backward()
 
+    on_pre_backward = untraced(pre_backward)
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if graph_task() != -1:
+            return
+        prefetcher.end_forward()
+        if torch.is_grad_enabled():
+            for tensor in differentiable_tensors(output):
+                tensor.register_hook(on_pre_backward)
+
     # Before those of a unit that is the whole model.
-    root.register_forward_pre_hook(pre_forward, prepend=True)
-    root.register_forward_hook(post_forward)
+    root.register_forward_pre_hook(untraced(pre_forward), prepend=True)
+    root.register_forward_hook(untraced(post_forward))
