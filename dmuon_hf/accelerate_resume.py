@@ -1,4 +1,4 @@
-"""What the hooks on `accelerator.load_state` do: load a checkpoint that was saved in any mode."""
+"""What the hooks on `accelerator.load_state` and `save_state` do: a checkpoint loads in any mode, whichever saved it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.prepare import muon_of
-from dmuon_hf.resume import load_model, load_optimizer
+from dmuon_hf.resume import load_model, load_optimizer, parameters_named
 
-__all__ = ["load_accelerator_state", "load_fsdp_model", "load_fsdp_optimizer"]
+__all__ = ["load_accelerator_state", "load_fsdp_model", "load_fsdp_optimizer", "save_state"]
 
 
 def load_fsdp_model(
@@ -74,3 +74,13 @@ def load_accelerator_state(
         else:
             load_optimizer(owner, muon, Path(input_dir), index)
     return original(input_dir, [], [], *args, **kwargs)
+
+
+def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.save_state`: one process, too, writes the names of parameters to the optimizer's state."""
+    owner = next((model for model in accelerator._models if runtime_of(model) is not None), None)
+    muon = next(filter(None, map(muon_of, accelerator._optimizers)), None)
+    if owner is None or muon is None or accelerator.is_fsdp2:
+        return original(accelerator, *args, **kwargs)
+    with parameters_named(owner, muon):
+        return original(accelerator, *args, **kwargs)

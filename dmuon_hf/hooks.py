@@ -10,6 +10,7 @@
 | `accelerator.load_fsdp_model`           | accelerate >=1.15,<2   | weights that any mode saved                       |
 | `accelerator.load_fsdp_optimizer`       | accelerate >=1.15,<2   | optimizer state that any mode saved               |
 | `accelerator.load_accelerator_state`    | accelerate >=1.15,<2   | both, in one process                              |
+| `Accelerator.save_state`                | accelerate >=1.15,<2   | names of parameters, in one process               |
 | `Trainer.__init__`                      | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                 |
 | `Trainer.create_scheduler`              | transformers >=5.20,<6 | `create(scheduler=...)`                           |
 | `Trainer.train`                         | transformers >=5.20,<6 | resuming passes by checkpoints that are cut off   |
@@ -17,6 +18,7 @@
 | `Trainer._load_from_checkpoint`         | transformers >=5.20,<6 | weights that any mode saved                       |
 | `Trainer._load_best_model`              | transformers >=5.20,<6 | the same                                          |
 | `Trainer._load_optimizer_and_scheduler` | transformers >=5.20,<6 | optimizer state that any mode saved, never none   |
+| `Trainer._save_optimizer_and_scheduler` | transformers >=5.20,<6 | names of parameters, in one process               |
 | `Trainer._prepare_for_training`         | transformers >=5.20,<6 | checks that it was loaded                         |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
@@ -81,6 +83,7 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("accelerate.accelerator", None, "load_fsdp_model", "dmuon_hf.accelerate_resume:load_fsdp_model"),
     Hook("accelerate.accelerator", None, "load_fsdp_optimizer", "dmuon_hf.accelerate_resume:load_fsdp_optimizer"),
     Hook("accelerate.accelerator", None, "load_accelerator_state", "dmuon_hf.accelerate_resume:load_accelerator_state"),
+    Hook("accelerate", "Accelerator", "save_state", "dmuon_hf.accelerate_resume:save_state"),
     Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
     Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
     Hook("transformers", "Trainer", "train", "dmuon_hf.trainer_resume:train"),
@@ -92,6 +95,12 @@ _HOOKS: tuple[Hook, ...] = (
         "Trainer",
         "_load_optimizer_and_scheduler",
         "dmuon_hf.trainer_resume:load_optimizer_and_scheduler",
+    ),
+    Hook(
+        "transformers",
+        "Trainer",
+        "_save_optimizer_and_scheduler",
+        "dmuon_hf.trainer_resume:save_optimizer_and_scheduler",
     ),
     Hook("transformers", "Trainer", "_prepare_for_training", "dmuon_hf.trainer_resume:prepare_for_training"),
 )

@@ -5,7 +5,7 @@ first rank, which sends the values to the others; the directories of DCP are rea
 part, nothing gathered. Optimizer state is assigned by parameter name. Names and shapes are compared before anything is
 written, and what does not fit is one `ConfigurationError` on every rank.
 
-All functions are collective.
+The functions that load are collective.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 import dmuon_hf.core as dmuon
 from dmuon_hf import checkpoint_files as files
@@ -29,7 +31,7 @@ from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import require_runtime, runtime_of
 
-__all__ = ["load_model", "load_optimizer", "optimizer_state_is_fresh"]
+__all__ = ["load_model", "load_optimizer", "optimizer_state_is_fresh", "parameters_named"]
 
 _SHOWN = 8
 """Problems that a message lists before it counts the rest."""
@@ -76,6 +78,22 @@ def load_optimizer(
             dmuon.set_optimizer_state_dict(model, optimizer, {} if state is None else state)
     for live, values in zip(optimizer.param_groups, kept, strict=True):
         live.update(values)
+
+
+@contextmanager
+def parameters_named(model: nn.Module, optimizer: dmuon.Muon) -> Iterator[None]:
+    """Inside the block `optimizer.state_dict()` names the parameters of each group, whose keys are mere positions."""
+    names = list(_group_names(model, optimizer).values())
+
+    def name(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        for group, members in zip(state_dict["param_groups"], names, strict=True):
+            group["param_names"] = members
+
+    handle = optimizer.register_state_dict_post_hook(name)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def optimizer_state_is_fresh(model: nn.Module, optimizer: dmuon.Muon) -> bool:
@@ -142,7 +160,22 @@ def _named(stored: files.Stored) -> Iterator[None]:
 
 
 def _entries(model: nn.Module, stored: files.Stored) -> dict[str, Any]:
-    return files.read_whole(stored)
+    """Whole weights by the names that the model has in memory.
+
+    transformers writes some models, such as those with experts, under other names and in other pieces, which only its
+    `from_pretrained` puts together again.
+    """
+    entries = files.read_whole(stored)
+    names = {canonical_name(name, model) for name in model.state_dict()}
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None or entries.keys() <= names or not stored.path.name.startswith(("model.", "pytorch_model.")):
+        return entries
+    dtype = next(value.dtype for value in entries.values() if value.is_floating_point())
+    cls: Any = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))
+    loaded, report = cls.from_pretrained(stored.path.parent, config=inner.config, dtype=dtype, output_loading_info=True)
+    if problems := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
+        raise ConfigurationError(f"{stored.path} does not fit, nothing was loaded: {problems}")
+    return dict(loaded.state_dict())
 
 
 def _load_model_in_parallel(model: nn.Module, stored: files.Stored, group: GridGroup | None) -> None:
@@ -171,7 +204,8 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
 def _by_section(model: nn.Module, optimizer: dmuon.Muon, stored: files.Stored) -> dict[str, Any]:
     """Saved state in the form of `dmuon.get_optimizer_state_dict`.
 
-    torch keys it by parameter name, or, as one process saves it, by position in the groups.
+    torch keys it by parameter name, or in one process by position in the groups, next to which `parameters_named` put
+    the names.
     """
     saved = files.read_whole(stored)
     groups = saved.get("param_groups")

@@ -1,4 +1,4 @@
-"""What the hooks on `transformers.Trainer` do when a run is resumed.
+"""What the hooks on `transformers.Trainer` do so that a run can be resumed.
 
 The Trainer goes on without optimizer state in silence wherever it does not find what it looks for: no `scheduler.pt`,
 another mode's file names. Here the state is loaded, or the run ends with an error that says why.
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.prepare import muon_of
-from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh
+from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh, parameters_named
 from dmuon_hf.trainer import trains_with_muon
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "load_from_checkpoint",
     "load_optimizer_and_scheduler",
     "prepare_for_training",
+    "save_optimizer_and_scheduler",
     "train",
 ]
 
@@ -111,6 +112,16 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
         _SCHEDULER,
         trainer.state.global_step,
     )
+
+
+def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: str) -> None:
+    """`Trainer._save_optimizer_and_scheduler`: one process, too, writes the names of parameters to the state."""
+    optimizer = muon_of(trainer.optimizer)
+    if optimizer is None or trainer.is_fsdp_enabled:
+        original(trainer, output_dir)
+        return
+    with parameters_named(trainer.model, optimizer):
+        original(trainer, output_dir)
 
 
 def _advance(scheduler: Any, steps: int) -> None:
