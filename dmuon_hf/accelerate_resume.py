@@ -1,4 +1,4 @@
-"""What the hooks on `accelerator.load_state` and `save_state` do: a checkpoint loads in any mode, whichever saved it."""
+"""What the hooks on `load_state` and `save_state` do: a checkpoint loads in any mode, whichever saved it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def check_shared_parameters(model: nn.Module) -> None:
 def check_training_arguments(args: Any) -> None:
     """Refuse TrainingArguments that ask for another optimizer: they would have no effect."""
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if not optimizer.startswith("adamw_torch"):
+    if optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise ConfigurationError(
             f"optim={optimizer!r} has no effect beside dmuon_hf.create(); leave optim at its default (AdamW updates "
             "the weights that Muon does not)"
@@ -103,6 +103,11 @@ def check_training_arguments(args: Any) -> None:
 def check_launch(state: AcceleratorState) -> None:
     """Refuse launch modes that this release does not train correctly. Local; raises the same on every rank."""
     kind = state.distributed_type.value
+    if state.mixed_precision == "fp8":
+        raise NotImplementedError(
+            "mixed_precision='fp8' is not built: it replaces linear layers after their weights have got owners. Use "
+            "mixed_precision='bf16'"
+        )
     if kind == "NO":
         _check_alone()
         return

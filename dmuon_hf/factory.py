@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import TrainingArguments
 
-__all__ = ["DMuonOptimizers", "DMuonOptions", "create", "create_optimizer"]
+__all__ = ["DMuonOptimizers", "DMuonOptions", "create", "create_optimizer", "is_description"]
 
 SchedulerFactory = Callable[[torch.optim.Optimizer, int], "LRScheduler"]
 Predicate = Callable[[str, nn.Parameter], bool]
@@ -105,6 +105,13 @@ class DMuonOptimizers(tuple[Any, Any]):  # noqa: SLOT001 - a tuple with attribut
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.options, self.scheduler)
+
+
+def is_description(value: object) -> bool:
+    """Whether `value` came from `create()`: its result, one of its elements, or something that holds one of these."""
+    if isinstance(value, (DMuonOptimizers, _Unbuilt)):
+        return True
+    return isinstance(value, (tuple, list)) and any(map(is_description, value))
 
 
 def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuonOptimizers:

@@ -11,6 +11,8 @@
 | `accelerator.load_fsdp_optimizer`       | accelerate >=1.15,<2   | optimizer state that any mode saved               |
 | `accelerator.load_accelerator_state`    | accelerate >=1.15,<2   | both, in one process                              |
 | `Accelerator.save_state`                | accelerate >=1.15,<2   | names of parameters, in one process               |
+| `PreTrainedModel.save_pretrained`       | transformers >=5.20,<6 | refuses what is spread over ranks                 |
+| `PreTrainedModel.push_to_hub`           | transformers >=5.20,<6 | the same                                          |
 | `Trainer.__init__`                      | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                 |
 | `Trainer.create_scheduler`              | transformers >=5.20,<6 | `create(scheduler=...)`                           |
 | `Trainer.train`                         | transformers >=5.20,<6 | resuming passes by checkpoints that are cut off   |
@@ -84,6 +86,8 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("accelerate.accelerator", None, "load_fsdp_optimizer", "dmuon_hf.accelerate_resume:load_fsdp_optimizer"),
     Hook("accelerate.accelerator", None, "load_accelerator_state", "dmuon_hf.accelerate_resume:load_accelerator_state"),
     Hook("accelerate", "Accelerator", "save_state", "dmuon_hf.accelerate_resume:save_state"),
+    Hook("transformers", "PreTrainedModel", "save_pretrained", "dmuon_hf.saving:save_pretrained"),
+    Hook("transformers", "PreTrainedModel", "push_to_hub", "dmuon_hf.saving:push_to_hub"),
     Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
     Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
     Hook("transformers", "Trainer", "train", "dmuon_hf.trainer_resume:train"),

@@ -23,6 +23,7 @@ from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import hidden, runtime_of
+from dmuon_hf.factory import is_description
 from dmuon_hf.plugin import DMuonPlugin
 from dmuon_hf.small_rests import small_rests_left_to_root
 
@@ -32,6 +33,11 @@ __all__ = ["get_state_dict", "muon_of", "prepare", "prepare_fsdp2"]
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare`: refuse what does not work; leave alone what is prepared already."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if any(map(is_description, args)):
+        raise ConfigurationError(
+            "dmuon_hf.create() describes an optimizer for Trainer(optimizers=...) alone: pass "
+            "dmuon_hf.create_optimizer(model, ...) to accelerator.prepare"
+        )
     optimizer = _find_muon(args)
     if optimizer is None:
         if isinstance(plugin, DMuonPlugin) and any(isinstance(arg, torch.optim.Optimizer) for arg in args):
@@ -40,6 +46,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
             )
         return original(accelerator, *args, **kwargs)
     checks.check_launch(accelerator.state)
+    _check_single(args)
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     if (
         accelerator.is_fsdp2
@@ -48,6 +55,17 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
     ):
         return _prepare_again(original, accelerator, args)
     return original(accelerator, *args, **kwargs)
+
+
+def _check_single(args: tuple[Any, ...]) -> None:
+    """Refuse a second optimizer: accelerate would bind it to parameters that sharding has replaced, or not at all."""
+    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    if len(optimizers) > 1:
+        names = [type(muon_of(optimizer) or optimizer).__name__ for optimizer in optimizers]
+        raise ConfigurationError(
+            f"accelerator.prepare got {len(optimizers)} optimizers ({', '.join(names)}). One dmuon_hf.create_optimizer("
+            "model, ...) trains all of the model, with AdamW what Muon does not: leave the others out"
+        )
 
 
 def _prepare_again(original: Callable[..., Any], accelerator: Any, args: tuple[Any, ...]) -> Any:

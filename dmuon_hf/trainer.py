@@ -12,7 +12,7 @@ from torch import nn
 import dmuon_hf.core as dmuon
 from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.factory import DMuonOptimizers, create_optimizer
+from dmuon_hf.factory import DMuonOptimizers, create, create_optimizer, is_description
 from dmuon_hf.prepare import muon_of
 
 __all__ = [
@@ -58,6 +58,7 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
     position = list(inspect.signature(original).parameters).index("optimizers") - 1
     given = kwargs.get("optimizers", args[position] if len(args) > position else None)
     if not isinstance(given, DMuonOptimizers):
+        _check_no_description(given, args, kwargs)
         original(trainer, *args, **kwargs)
         return
     if kwargs.get("optimizer_cls_and_kwargs") is not None or len(args) > position + 1:
@@ -65,6 +66,19 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
     kwargs.pop("optimizers", None)
     kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, given), {})
     original(trainer, *args[:position], **kwargs)
+
+
+def _check_no_description(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if given is create:
+        raise ConfigurationError("optimizers= got the function dmuon_hf.create: call it, optimizers=dmuon_hf.create()")
+    if is_description(given):
+        raise ConfigurationError(
+            "optimizers= got what dmuon_hf.create() returned inside of something else. Pass it as it is, "
+            "optimizers=dmuon_hf.create(...), neither unpacked nor in a tuple or list with a scheduler; a schedule of "
+            "your own goes to dmuon_hf.create(scheduler=...)"
+        )
+    if any(map(is_description, (*args, *kwargs.values()))):
+        raise ConfigurationError("pass what dmuon_hf.create() returns as the Trainer's optimizers=, and nowhere else")
 
 
 def create_scheduler(original: Callable[..., Any], trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
