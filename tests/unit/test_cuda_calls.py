@@ -102,6 +102,7 @@ class Cuda:
         device = torch.device("cuda", 0)
         self.current = stream(device=device, cuda_stream=1)
         self.modes: list[str] = []
+        self.emptied = 0
         side = stream(device=device, cuda_stream=2)
         cuda = self
 
@@ -121,7 +122,7 @@ class Cuda:
             "current_stream": lambda device=None: self.current,
             "set_stream": lambda stream: setattr(self, "current", stream),
             "synchronize": lambda: None,
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: setattr(self, "emptied", self.emptied + 1),
             "graph_pool_handle": lambda: ("pool", 0),
             "device": lambda device: contextlib.nullcontext(),
             "_get_device_index": lambda device, optional=False: 0,
@@ -140,6 +141,25 @@ def test_capture_leaves_the_current_stream_as_it_was(failing: bool, monkeypatch:
     expected = pytest.raises(RuntimeError, match="during capture") if failing else contextlib.nullcontext()
     with expected:
         CudaDevice().capture(lambda: torch.ones(1), torch.device("cuda", 0))
+    assert cuda.current is before
+
+
+def test_captures_share_a_pool_and_empty_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, device = Cuda(monkeypatch, failing=False), CudaDevice()
+    for size in range(1, 4):
+        device.capture(lambda n=size: torch.ones(n), torch.device("cuda", 0))  # type: ignore[misc]
+    assert cuda.emptied == 1
+
+
+def test_capture_of_a_function_that_raises_ends_and_gives_back_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, failing=False)
+    before = cuda.current
+
+    def raising() -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        CudaDevice().capture(raising, torch.device("cuda", 0))
     assert cuda.current is before
 
 

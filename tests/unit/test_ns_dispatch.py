@@ -18,6 +18,8 @@ from dmuon_hf.core.ns import (
     support,
     syrk_kernel,
 )
+from dmuon_hf.core.ns.autotune import candidates
+from dmuon_hf.core.ns.autotune.product import Product
 from dmuon_hf.core.ns.kernels import resolve_kernel
 from dmuon_hf.core.ns.library import LibraryKernel
 from dmuon_hf.core.ns.support import CANDIDATES
@@ -72,16 +74,16 @@ def test_auto_follows_the_gpu_where_everything_is_installed(machine, sm, name):
     assert NewtonSchulz().kernel_name == name
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-def test_auto_takes_triton_without_the_other_packages(machine, sm):
+@pytest.mark.parametrize("sm", [80, 90, 120])
+@pytest.mark.parametrize("package", ["triton", "pytorch-triton"])
+def test_auto_takes_triton_by_timing_alone(machine, monkeypatch, sm, package):
     machine.sm = sm
-    machine.versions = {"triton": "3.7.1"}
-    assert NewtonSchulz().kernel_name == "triton"
-
-
-def test_triton_counts_under_the_names_of_other_builds(machine):
-    machine.versions = {"pytorch-triton": "3.7.0+git1234"}
-    assert NewtonSchulz().kernel_name == "triton"
+    monkeypatch.setattr(candidates, "sm_version", lambda: sm)
+    machine.versions = {package: "3.7.1"}
+    assert NewtonSchulz().kernel_name == "cublas"
+    assert NewtonSchulz(kernel="triton").kernel_name == "triton"
+    product = Product(True, 512, 512, None, torch.bfloat16, "cuda", True, False)
+    assert "triton" in {choice.kernel for choice in candidates.choices(product, "cublas", "auto")}
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -93,10 +95,10 @@ def test_auto_takes_the_library_without_any_package(machine, sm):
 
 def test_auto_passes_over_a_package_that_fails_to_import(machine):
     machine.broken = {"quack.gemm_interface"}
-    assert NewtonSchulz().kernel_name == "triton"
+    assert NewtonSchulz().kernel_name == "cublas"
 
 
-@pytest.mark.parametrize(("version", "name"), [("0.3.10", "triton"), ("0.3.11", "quack"), ("0.7.0", "triton")])
+@pytest.mark.parametrize(("version", "name"), [("0.3.10", "cublas"), ("0.3.11", "quack"), ("0.7.0", "cublas")])
 def test_auto_takes_only_tested_versions_of_quack(machine, version, name):
     machine.versions["quack-kernels"] = version
     assert NewtonSchulz().kernel_name == name
@@ -108,7 +110,7 @@ def test_the_choice_is_logged_once_with_what_was_passed_over(machine, caplog):
         NewtonSchulz(), NewtonSchulz()
     (record,) = caplog.records
     choice, passed_over = record.getMessage().split("; ")
-    assert choice == "Newton-Schulz kernel on this machine: triton (SM90)"
+    assert choice == "Newton-Schulz kernel on this machine: cublas (SM90)"
     assert passed_over == "not quack, since the package quack-kernels is not installed"
 
 
@@ -186,7 +188,7 @@ def test_backend_status_tells_what_is_missing(machine):
     }
     assert status == {
         "sm_version": 80,
-        "auto_choice": "triton",
+        "auto_choice": "cublas",
         "cute_sm80_available": False,
         "quack_available": False,
         "triton_available": True,

@@ -67,16 +67,22 @@ class CudaDevice:
         return number
 
     def capture(self, run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+        """As ``torch.cuda.graph``, which waits for the device and empties the allocator, for once per pool."""
         cuda = torch.get_device_module(device)
         key = (device, self.stream(device))
-        if key not in self._pools:
-            self._pools[key] = cuda.graph_pool_handle()
-        # The current stream again: a capture that fails raises before it gives back the stream that it made current.
-        with cuda.device(device), cuda.stream(cuda.current_stream(device)):
+        with cuda.device(device):
+            if key not in self._pools:
+                # A capture cannot make room for itself: what the allocator keeps goes back once, before the first.
+                cuda.empty_cache()
+                self._pools[key] = cuda.graph_pool_handle()
             graph = cuda.CUDAGraph()
-            # Other threads, NCCL's watchdog among them, may go on calling CUDA during the capture.
-            with cuda.graph(graph, pool=self._pools[key], capture_error_mode="thread_local"):
-                output = run()
+            with cuda.stream(cuda.graph(graph).capture_stream):
+                # Other threads, NCCL's watchdog among them, may go on calling CUDA during the capture.
+                graph.capture_begin(self._pools[key], capture_error_mode="thread_local")
+                try:
+                    output = run()
+                finally:
+                    graph.capture_end()
         return graph.replay, output
 
 

@@ -70,8 +70,9 @@ def resolve_kernel(kernel: str = "auto", *, deterministic: bool = False) -> Kern
 
     ``"auto"`` becomes ``"cublas"`` when ``deterministic``, else what the environment variable ``DMUON_NS_KERNEL``
     names, else the first of the table in ``support`` that the current GPU prefers and whose packages can be imported,
-    else ``"cublas"``. An explicit name wins over both; if it disagrees with ``deterministic``, a warning says so. The
-    choice depends on nothing but the GPU and what is installed: equal machines choose alike.
+    else ``"cublas"``; so Triton only by name, or by the timing of an ``autotune``. An explicit name wins over both; if
+    it disagrees with ``deterministic``, a warning says so. The choice depends on nothing but the GPU and what is
+    installed: equal machines choose alike.
 
     Raises:
         ConfigurationError: a name that is none of ``KERNELS``.

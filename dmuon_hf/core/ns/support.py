@@ -28,7 +28,8 @@ class Candidate:
         packages: The package to install, and others that bring the same module.
         imports: The module that has to be importable.
         majors: Compute capabilities it runs on, without the minor number.
-        preferred: Those on which ``"auto"`` takes it.
+        preferred: Those on which ``"auto"`` takes it untimed. Without any it is taken by name, or where autotuning
+            found it fastest on the GPU at hand: the library product beats an untuned portable kernel on some.
         tile: Rows of the largest tile: products of fewer rows have no tile to save.
         least, below: Bounds of the versions it was tested with; ``below`` is exclusive.
     """
@@ -45,7 +46,7 @@ class Candidate:
     below: tuple[int, ...] | None = None
 
 
-# In the order in which "auto" tries them.
+# In the order in which "auto" tries those that it takes untimed.
 CANDIDATES = (
     Candidate(
         name="cute_sm80",
@@ -76,7 +77,7 @@ CANDIDATES = (
         packages=("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
         imports="triton.language",
         majors=(8, 9, 10, 11, 12),
-        preferred=(8, 9, 10, 11, 12),
+        preferred=(),
     ),
 )
 
