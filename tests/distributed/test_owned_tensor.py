@@ -169,7 +169,6 @@ def refused(rank: int, world: int) -> None:
     mismatched = [
         lambda: x + own(a, mesh, 1),
         lambda: x + even,
-        lambda: x + a,
         lambda: x.add_(own(a[:2], mesh, 0)),
         lambda: even.copy_(x),
         lambda: x.copy_(a[:2]),

@@ -15,7 +15,7 @@ from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.gradients import UnitGrads
 from dmuon_hf.core.runtime.layout import PackedLayout
-from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.owned_tensor import Origin, OwnedTensor
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
 from dmuon_hf.core.runtime.reduction import OwnerReduction
 from dmuon_hf.core.runtime.runtime import Runtime
@@ -110,7 +110,8 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
         shape = torch.Size(entry.shape)
         owner = topology.flat_rank(entry.owner)
         local = _initial_local(entry, param, owner, topology, options)
-        owned = OwnedTensor.from_local(local, topology.mesh, owner=owner, shape=shape)
+        origin = Origin(entry.name, entry.unit)
+        owned = OwnedTensor.from_local(local, topology.mesh, owner=owner, shape=shape, origin=origin)
         param = nn.Parameter(owned, requires_grad=target.param.requires_grad)
     dedicated = DedicatedParam(
         name=entry.name,
@@ -130,8 +131,7 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
 
 def _carry_hooks(original: nn.Parameter, dedicated: DedicatedParam) -> None:
     """Hooks of the original parameter run for the owned one; the handles that removed them there still do."""
-    dedicated.param._backward_hooks = original._backward_hooks
-    dedicated.refuse_tensor_hooks()
+    dedicated.refuse_tensor_hooks(original)
     if original._post_accumulate_grad_hooks:
         dedicated.param._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
 

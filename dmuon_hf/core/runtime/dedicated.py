@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec
-from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor
+from dmuon_hf.core.runtime.owned_tensor import Content, GradHook, OwnedTensor
 
 __all__ = ["DedicatedParam", "Version"]
 
@@ -95,13 +95,17 @@ class DedicatedParam:
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
 
-    def refuse_tensor_hooks(self) -> None:
-        """Raise if somebody hooked the gradient itself: there is none of this parameter in the autograd graph.
+    def refuse_tensor_hooks(self, original: nn.Parameter | None = None) -> None:
+        """Raise if somebody hooked the gradient itself, which of the loss on data never passes there.
+
+        Args:
+            original: the parameter that this one takes the place of, looked at instead.
 
         Raises:
             ConfigurationError: ``register_hook`` was called on the parameter.
         """
-        if self.param._backward_hooks:
+        hooks = (self.param if original is None else original)._backward_hooks or {}
+        if any(not isinstance(hook, GradHook) for hook in hooks.values()):
             raise ConfigurationError(
                 f"{self.name} has a hook of register_hook(), which would see no gradient, or the parts of it that this "
                 "rank computed: use register_post_accumulate_grad_hook(), which runs on the reduced gradient and may "

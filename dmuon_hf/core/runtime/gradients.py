@@ -96,6 +96,13 @@ class UnitGrads:
         if self.state is GradState.COLLECTING and self._uses == 1:
             self._machine.to(GradState.READY)
 
+    def arrives_owned(self, i: int) -> None:
+        """Autograd is about to accumulate into the owned parameter ``i`` itself, as from a penalty on weights."""
+        if self._params[i].param.grad is None:
+            # Zeroed since the last pass: afterwards that could not be seen any more.
+            self._accumulated[i] = None
+        self._seen[i] = True
+
     def arrived(self, i: int) -> None:
         """Autograd has accumulated into unsharded parameter ``i``."""
         if self.state in (GradState.REDUCING, GradState.REDUCED):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon_hf.core.runtime.compiling import refuse_cuda_graphs, untraced
 from dmuon_hf.core.runtime.fsdp_units import note_unit
+from dmuon_hf.core.runtime.owned_tensor import GradHook
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.states import GradState
 from dmuon_hf.core.runtime.unit import Unit
@@ -117,6 +118,17 @@ class _UnitHooks:
         return hook
 
 
+def _on_owned_grad(unit: Unit, i: int) -> GradHook:
+    weak = weakref.ref(unit.grads)  # weakly, as in `_UnitHooks.on_grad`
+
+    def hook(_: Tensor) -> None:
+        grads = weak()
+        assert grads is not None
+        grads.arrives_owned(i)
+
+    return GradHook(hook)
+
+
 def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetcher) -> None:
     """Attach a unit to its boundary module and to autograd."""
     hooks = _UnitHooks(unit, backward, prefetcher)
@@ -126,6 +138,11 @@ def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetch
     unit.module.register_forward_hook(untraced(hooks.post_forward), with_kwargs=True, always_call=True)
     for i, parameter in enumerate(unit.weights.unsharded):
         parameter.register_post_accumulate_grad_hook(untraced(hooks.on_grad(i)))
+    for i, param in enumerate(unit.params):
+        owned, trainable = param.param, param.param.requires_grad
+        # Torch takes no hook of a frozen tensor, which may be trained later.
+        owned.requires_grad_(True).register_hook(_on_owned_grad(unit, i))
+        owned.requires_grad_(trainable)
 
 
 def register_root_hooks(root: nn.Module, backward: BackwardPass, prefetcher: Prefetcher) -> None:

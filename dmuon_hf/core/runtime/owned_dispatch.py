@@ -27,7 +27,8 @@ from dmuon_hf.core.runtime.owned_ops import (
     is_view,
     mutated_arguments,
 )
-from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor, make_owned, owned_spec, replicated
+from dmuon_hf.core.runtime.owned_scalar import OwnedScalar, replicated
+from dmuon_hf.core.runtime.owned_tensor import Content, OwnedTensor, make_owned, owned_spec
 from dmuon_hf.core.runtime.ownership import broadcast_from_owner
 
 __all__ = ["dispatch"]
@@ -46,7 +47,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     run = _SPECIAL.get(func) or _by_kind(func)
     if run is None:
-        raise NotImplementedError(f"{func} is not defined on an owned tensor: {_way_round(func)}")
+        raise NotImplementedError(_undefined(func, next(t for t in tree_leaves((args, kwargs)) if _owned(t))))
     result = run(func, args, kwargs)
     written = [tensor._content for tensor in mutated_arguments(func, args, kwargs) if _owned(tensor)]
     for content in {id(content): content for content in written}.values():
@@ -62,20 +63,30 @@ def _lie_alike(left: OwnedTensor, right: OwnedTensor) -> bool:
     return left._ownership == right._ownership and left.device_mesh == right.device_mesh
 
 
-def _way_round(func: OpOverload) -> str:
+def _undefined(func: OpOverload, tensor: OwnedTensor) -> str:
+    """Name the weight and its block, say why, and how to go on."""
+    origin = tensor.origin
+    subject = "an owned tensor" if origin is None else f"{origin.name}, an owned weight"
     if is_random(func):
         return (
-            "the random state of its owner would run ahead of the other ranks': initialise before dedicate_params, or "
-            "make the values on every rank and copy_() them in"
+            f"{func} is not defined on {subject}: the random state of its owner would run ahead of the other ranks'. "
+            "Initialise before dedicate_params, or make the values on every rank and copy_() them in"
         )
-    return "its values lie on one rank. Gather it with tensor.full_tensor(), or work on tensor.to_local() on the owner"
+    block = ""
+    if origin is not None:
+        where = "the model" if origin.unit == "(root)" else f"block {origin.unit!r}"
+        block = f"use it inside of the forward of {where}, which gathers it, or between unshard() and reshard() of it; "
+    return (
+        f"{func} is not defined on {subject}: its values lie on one rank. To go on: {block}gather it with "
+        "tensor.full_tensor(), which is differentiable; or work on tensor.to_local() on the owner"
+    )
 
 
 def _like(local: torch.Tensor, reference: OwnedTensor, content: Content) -> OwnedTensor:
     spec = reference._spec
     if local.dtype != reference.dtype:
         spec = owned_spec(reference.device_mesh, reference.shape, local.dtype, reference._ownership)
-    return make_owned(local, spec, reference._ownership, content)
+    return make_owned(local, spec, reference._ownership, content, reference._origin)
 
 
 def _by_kind(func: OpOverload) -> _Operator | None:
@@ -96,18 +107,51 @@ def _local_argument(func: OpOverload, value: Any, reference: OwnedTensor) -> Any
         raise DMuonError(f"{func}: owned tensors differ in owner, shape or mesh: {reference} and {value}")
     if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, OwnedScalar):
+        return value._local_tensor
     if value.ndim == 0:
         return value.full_tensor() if isinstance(value, DTensor) else value
-    raise DMuonError(
-        f"{func} mixes {reference} with a {type(value).__name__} of shape {tuple(value.shape)}: gather the owned one "
-        "with full_tensor(), or copy the other into an owned tensor with copy_()"
+    return reference._ownership.cut(_whole_argument(func, value, reference), reference._spec)
+
+
+def _whole_argument(func: OpOverload, value: torch.Tensor, reference: OwnedTensor) -> torch.Tensor:
+    """A tensor that every rank has in full, plain or replicated, in the shape of ``reference``."""
+    if isinstance(value, DTensor):
+        everywhere = value.device_mesh == reference.device_mesh and all(p.is_replicate() for p in value.placements)
+    else:
+        everywhere = True
+    fits = value.ndim <= reference.ndim and all(
+        theirs in (1, ours) for theirs, ours in zip(reversed(value.shape), reversed(reference.shape), strict=False)
     )
+    if not everywhere or not fits:
+        raise DMuonError(
+            f"{func} mixes {reference} with a {type(value).__name__} of shape {tuple(value.shape)}, which not every "
+            "rank has in full: gather the owned one with full_tensor(), or copy the other into an owned tensor with "
+            "copy_()"
+        )
+    # Of a backward pass no gradient goes further to what stands beside the owned tensor.
+    if value.requires_grad and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        raise DMuonError(
+            f"{func} mixes {reference} with a {type(value).__name__} that requires a gradient, which would be known on "
+            "one rank only: compute on full_tensor() of the owned one instead"
+        )
+    return (value._local_tensor if isinstance(value, DTensor) else value).expand(reference.shape)
+
+
+def _refuse_to_write(func: OpOverload, written: torch.Tensor, reference: OwnedTensor) -> None:
+    if not _owned(written):
+        raise DMuonError(
+            f"{func} writes values of {reference}, which lie on one rank, into a {type(written).__name__}: pass "
+            "full_tensor() of the owned one"
+        )
 
 
 def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Run on the local tensors; a result has the layout of the arguments."""
     flat = tree_leaves((args, kwargs))
     owned = [value for value in flat if isinstance(value, OwnedTensor)]
+    for written in mutated_arguments(func, args, kwargs):
+        _refuse_to_write(func, written, owned[0])
     local_args, local_kwargs = tree_map(lambda value: _local_argument(func, value, owned[0]), (args, kwargs))
     result = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
@@ -123,6 +167,12 @@ def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     owned: dict[int, OwnedTensor] = {}
     for i, items in enumerate(zip(*lists, strict=True)):
         owned.update((i, item) for item in items if _owned(item))
+    for position, declared in enumerate(func._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            values = args[position] if position < len(args) else kwargs.get(declared.name)
+            if isinstance(values, (list, tuple)) and values:
+                for i, reference in owned.items():
+                    _refuse_to_write(func, values[i], reference)
     others = [i for i in range(count) if i not in owned]
 
     def local(value: Any) -> Any:
@@ -168,12 +218,9 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
         source = source._local_tensor
     elif isinstance(source, DTensor):
         source = source.full_tensor()
-    if destination.is_owner:
-        if source.ndim > 0 and source.shape != destination._local_tensor.shape:
-            sizes, offsets = destination._ownership.part(destination._spec)
-            for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-                source = source.narrow(dim, offset, size)
-        func(destination._local_tensor, source, *rest, **kwargs)
+    if source.ndim > 0 and source.shape == destination.shape:
+        source = destination._ownership.cut(source, destination._spec)
+    func(destination._local_tensor, source, *rest, **kwargs)
     return destination
 
 
@@ -197,18 +244,18 @@ def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A statistic of the whole tensor: the owner computes it and broadcasts one element."""
+    """A statistic of the whole tensor: the owner computes it and broadcasts one element. A collective."""
     tensor = args[0]
     _require_whole(func, tensor)
     outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
-    if outline.ndim > 0:
+    if outline.numel() != 1:
         raise NotImplementedError(
             f"{func} along single dimensions of an owned tensor: gather it with full_tensor() first"
         )
     local = tensor._local_tensor
-    value = func(local, *args[1:], **kwargs) if tensor.is_owner else local.new_empty((), dtype=outline.dtype)
+    value = func(local, *args[1:], **kwargs) if tensor.is_owner else local.new_empty(outline.shape, dtype=outline.dtype)
     broadcast_from_owner(value, tensor.device_mesh, tensor._ownership)
-    return replicated(value, tensor.device_mesh)
+    return OwnedScalar.of(value, tensor.device_mesh) if value.ndim == 0 else replicated(value, tensor.device_mesh)
 
 
 def _require_whole(func: OpOverload, tensor: OwnedTensor) -> None:
@@ -250,6 +297,8 @@ def _vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     if keepdim or (dim is not None and len(dim) != tensor.ndim):
         raise NotImplementedError("norm along single dimensions of an owned tensor: gather it with full_tensor() first")
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _owner_scalar(func, args, kwargs)
     return cast(DTensor, func(_as_sharded(tensor, order), order, dtype=kwargs.get("dtype")))
 
 

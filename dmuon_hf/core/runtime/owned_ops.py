@@ -59,11 +59,13 @@ _OWNER_SCALARS = frozenset(
         aten.count_nonzero.default,
         aten.max.default,
         aten.mean.default,
+        aten.mean.dim,
         aten.median.default,
         aten.min.default,
         aten.prod.default,
         aten.std.correction,
         aten.sum.default,
+        aten.sum.dim_IntList,
         aten.var.correction,
     }
 )

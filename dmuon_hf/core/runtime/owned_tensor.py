@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch._ops import OpOverload
@@ -32,9 +32,30 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
-from dmuon_hf.core.runtime.ownership import Ownership, broadcast_from_owner
+from dmuon_hf.core.runtime.owned_autograd import gather, in_owned_form, local_part, summed_axes
+from dmuon_hf.core.runtime.owned_scalar import replicated
+from dmuon_hf.core.runtime.ownership import Ownership
 
-__all__ = ["Content", "OwnedTensor"]
+__all__ = ["Content", "GradHook", "Origin", "OwnedTensor"]
+
+
+class Origin(NamedTuple):
+    """The weight that a tensor is, or was made of, and the hook boundary that gathers it."""
+
+    name: str
+    unit: str
+
+
+class GradHook:
+    """A hook on the gradient of an owned leaf that is this package's own; any other there is the user's."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._call = call
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        return self._call(grad)
 
 
 class Content:
@@ -66,6 +87,8 @@ class OwnedTensor(DTensor):
     # No __slots__: asynchronous checkpoints copy `__dict__` and the class's own `__slots__`, and must reach DTensor's.
     _ownership: Ownership
     _content: Content
+    _origin: Origin | None
+    _grad_kept_in_form: bool
 
     @staticmethod
     def from_local(  # type: ignore[override]
@@ -75,6 +98,7 @@ class OwnedTensor(DTensor):
         owner: int,
         shape: Sequence[int],
         unowned: Mapping[int, Placement] | None = None,
+        origin: Origin | None = None,
         requires_grad: bool = False,
     ) -> OwnedTensor:
         """Wrap this rank's part, without copying and without communication. Called on every rank of ``mesh``.
@@ -86,6 +110,7 @@ class OwnedTensor(DTensor):
             owner: rank that holds the values, counted row by row through the axes that are owned over.
             shape: global shape, at least one dimension.
             unowned: placements on the mesh axes, by index, that the tensor is not owned over; none by default.
+            origin: what errors call it.
             requires_grad: whether the result is a leaf that requires a gradient.
 
         Raises:
@@ -102,7 +127,7 @@ class OwnedTensor(DTensor):
             raise ConfigurationError(f"{role} must hold a local tensor of shape {expected}, got {tuple(local.shape)}")
         if not local.is_contiguous():
             raise ConfigurationError("the local tensor must be contiguous: call .contiguous() first")
-        return make_owned(local.detach(), spec, ownership, Content(), requires_grad)
+        return make_owned(local.detach(), spec, ownership, Content(), origin, requires_grad)
 
     def like(self, local: torch.Tensor) -> OwnedTensor:
         """A new tensor in this one's layout around this rank's part, which fits. No copy, no communication."""
@@ -111,6 +136,7 @@ class OwnedTensor(DTensor):
             owned_spec(self.device_mesh, self.shape, local.dtype, self._ownership),
             self._ownership,
             Content(),
+            self._origin,
         )
 
     @property
@@ -124,31 +150,47 @@ class OwnedTensor(DTensor):
         return self._ownership.is_owner
 
     @property
+    def origin(self) -> Origin | None:
+        """The weight that this is or was made of, if that is known; also of gradients and state."""
+        return self._origin
+
+    @property
     def content(self) -> Content:
         """The write counter shared by all handles of this storage; see [Note: content versions]."""
         return self._content
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Broadcast the values from the owner. A collective: called on every rank of the mesh.
+        """Broadcast the values from the owner, differentiably. A collective: called on every rank of the mesh.
 
-        Returns a plain tensor of the global shape that shares nothing with this one, detached from autograd.
+        Args:
+            grad_placements: what the ranks' gradients of the result are to each other, by mesh axis: equal
+                (``Replicate()``, the default) as of a penalty on weights, which every rank computes alike; or shares
+                of a sum (``Partial()``), which the backward pass reduces to the owner, a collective.
+
+        Returns:
+            A plain tensor of the global shape that shares nothing with this one.
         """
-        if grad_placements is not None:
-            raise NotImplementedError(
-                "full_tensor() of an owned tensor is not differentiable: leave grad_placements out"
-            )
-        local = self._local_tensor.detach()
-        if local.is_meta:
-            return local.new_empty(self.shape)
+        if self._local_tensor.is_meta:
+            return self._local_tensor.new_empty(self.shape)
         ownership, mesh = self._ownership, self.device_mesh
-        part = ownership.part(self._spec)[0]
-        value = local.clone() if ownership.is_owner else local.new_empty(part)
-        broadcast_from_owner(value, mesh, ownership)
+        value = gather(self, summed_axes(self, grad_placements))
         if ownership.is_whole(self._spec):
             return value
         beside = [Replicate() if axis in ownership.axes else self.placements[axis] for axis in range(mesh.ndim)]
         spread = DTensor.from_local(value, mesh, beside, run_check=False, shape=self.shape, stride=self.stride())
-        return spread.full_tensor()
+        outer = grad_placements or [Replicate()] * mesh.ndim
+        return spread.full_tensor(
+            grad_placements=[Replicate() if axis in ownership.axes else outer[axis] for axis in range(mesh.ndim)]
+        )
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """What this rank holds, sharing storage: all values on the owner, zero rows elsewhere. Differentiable."""
+        return local_part(self) if torch.is_grad_enabled() else self._local_tensor
+
+    def requires_grad_(self, requires_grad: bool = True) -> OwnedTensor:
+        super().requires_grad_(requires_grad)
+        _keep_grad_in_form(self)
+        return self
 
     def redistribute(
         self,
@@ -159,7 +201,7 @@ class OwnedTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Return a replicated DTensor of the values, or this tensor itself for its own placements.
+        """Return a replicated DTensor of the values, differentiably, or this tensor itself for its own placements.
 
         A collective over the mesh unless the placements are its own, awaited whatever ``async_op`` says.
 
@@ -217,7 +259,7 @@ class OwnedTensor(DTensor):
     # Wrapper-subclass protocol, copying and printing.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self._spec, self._ownership, self._content, self.requires_grad)
+        return ["_local_tensor"], (self._spec, self._ownership, self._content, self._origin, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -232,9 +274,10 @@ class OwnedTensor(DTensor):
             raise DMuonError("only leaf tensors can be deep-copied: call .detach() first")
         local = self._local_tensor.detach().clone()
         content = Content(self._content.version + 1)
-        duplicate = make_owned(local, self._spec, self._ownership, content, self.requires_grad)
+        duplicate = make_owned(local, self._spec, self._ownership, content, self._origin, self.requires_grad)
         memo[id(self)] = duplicate
-        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))  # `_is_param` makes it an nn.Parameter
+        kept = {name: value for name, value in self.__dict__.items() if name not in duplicate.__dict__}
+        duplicate.__dict__.update(copy.deepcopy(kept, memo))  # `_is_param` makes it an nn.Parameter
         if self.grad is not None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
         return duplicate
@@ -246,8 +289,9 @@ class OwnedTensor(DTensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        named = f"{self._origin.name}, " if self._origin is not None else ""
         return (
-            f"OwnedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self._local_tensor.device}, "
+            f"OwnedTensor({named}shape={tuple(self.shape)}, dtype={self.dtype}, device={self._local_tensor.device}, "
             f"owner={self.owner}, is_owner={self.is_owner}, version={self._content.version})"
         )
 
@@ -269,15 +313,30 @@ def owned_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, owner
 
 
 def make_owned(
-    local: torch.Tensor, spec: DTensorSpec, ownership: Ownership, content: Content, requires_grad: bool = False
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    ownership: Ownership,
+    content: Content,
+    origin: Origin | None = None,
+    requires_grad: bool = False,
 ) -> OwnedTensor:
     """An owned tensor of parts that are known to fit; `OwnedTensor.from_local` checks them."""
     tensor = cast(OwnedTensor, OwnedTensor.__new__(OwnedTensor, local, spec, requires_grad=requires_grad))
     tensor._ownership = ownership
     tensor._content = content
+    tensor._origin = origin
+    tensor._grad_kept_in_form = False
+    if requires_grad:
+        _keep_grad_in_form(tensor)
     return tensor
 
 
-def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A value that every rank of the mesh has."""
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _keep_grad_in_form(leaf: OwnedTensor) -> None:
+    """Have gradients that autograd knows whole on every rank, as that of ``weight.sum()``, arrive as owned ones."""
+    if not leaf.requires_grad or not leaf.is_leaf or leaf._grad_kept_in_form:
+        return
+    # The layout alone: torch keeps these hooks where the garbage collector does not look for the leaf, and
+    # `Module.to` refuses to convert a tensor that is referred to weakly.
+    layout = leaf.like(leaf._local_tensor.new_empty((0, *leaf._local_tensor.shape[1:])))
+    leaf.register_hook(GradHook(lambda grad: in_owned_form(grad, layout)))
+    leaf._grad_kept_in_form = True

@@ -76,6 +76,14 @@ class Ownership(NamedTuple):
         sizes, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, beside)
         return tuple(sizes), tuple(offsets)
 
+    def cut(self, whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+        """A view of what this rank holds of a whole tensor: its part where the owner is, no rows elsewhere."""
+        part = whole
+        for dim, (size, offset) in enumerate(zip(*self.part(spec), strict=True)):
+            if size != whole.shape[dim]:
+                part = part.narrow(dim, offset, size)
+        return part if self.is_owner else part[:0]
+
 
 def broadcast_from_owner(value: torch.Tensor, mesh: DeviceMesh, ownership: Ownership) -> None:
     """Give the owner's values to every rank, in place, one axis after the other. Collective over the owned axes.
