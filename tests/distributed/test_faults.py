@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.lockstep import watch
-from tests.distributed.lockstep_setup import Net, part_of, prepare
+from tests.distributed.lockstep_setup import HYPER, Net, is_matrix, make_net, part_of, prepare
 from tests.harness import RankOutcome, run_ranks_outcomes
 from tests.harness.faults import die, fail
 
@@ -208,3 +210,26 @@ def test_rank_that_is_gone_in_fsdp_is_an_error_on_the_others(fault: str) -> None
     survivor = run_fault(fault, "hsdp", norm=True, world=4)[0]
     assert survivor.exception is not None
     assert "peer" in said(survivor)
+
+
+def leave_out_a_block(rank: int, world: int, mode: str) -> None:
+    """FSDP2 wraps the root alone, so that one collective carries the norms of all layers."""
+    model = make_net(norm=True)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, **HYPER)
+    for step in range(2):
+        # First on all ranks, then on one.
+        train_step(model, optimizer, step, rank, world, unused=(2,) if step == 0 or rank == ODD else ())
+    dist.barrier()
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+def test_block_that_one_rank_leaves_out_is_named_before_sizes_differ_where_the_root_holds_all_norms(mode: str) -> None:
+    env = {**ENV, "DMUON_HANG_ABORT_SECONDS": "8"}
+    for outcome in run_ranks_outcomes(leave_out_a_block, 2, mode, timeout=HANG_GUARD, env=env):
+        assert outcome.status in ("raised", "died"), outcome.report()
+        assert "ranks disagree" in said(outcome), outcome.report()
+        assert "layers.2" in said(outcome) or "every gradient again" in said(outcome), outcome.report()
+        assert "preamble" not in said(outcome), outcome.report()

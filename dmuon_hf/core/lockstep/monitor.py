@@ -313,6 +313,16 @@ def monitor_on(mesh: DeviceMesh) -> LockstepMonitor | None:
     return None
 
 
+def monitor_of(ranks: Sequence[int]) -> LockstepMonitor | None:
+    """The first living monitor of a model on exactly these global ranks, in whatever order; the same one on each."""
+    wanted = sorted(ranks)
+    for reference in _started:
+        monitor = reference()
+        if monitor is not None and monitor.is_open and monitor.group and sorted(monitor.group.ranks) == wanted:
+            return monitor
+    return None
+
+
 def note_foreign(group: ProcessGroup, what: str) -> None:
     """Have every monitor of this process note a collective that the runtime does not issue itself."""
     for reference in _started:

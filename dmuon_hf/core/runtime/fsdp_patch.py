@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dmuon_hf.core.lockstep import note_foreign
+from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
 from dmuon_hf.core.runtime.fsdp_units import group_units
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.watch import Inputs
@@ -36,13 +38,15 @@ def install_patch() -> None:
 
     Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever
     accumulates gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way; lets
-    ``FSDPModule.zero_grad`` reach the gradients that FSDP2 keeps elsewhere than on the parameters it shows; and has
-    FSDP2's gathers and reductions noted for the comparison of ranks that wait for each other.
+    ``FSDPModule.zero_grad`` reach the gradients that FSDP2 keeps elsewhere than on the parameters it shows; has FSDP2's
+    gathers and reductions noted for the comparison of ranks that wait for each other; and has ranks meet before one of
+    them differs.
     """
     if _originals:
         return
     managed = _fsdp_init._get_managed_states
     set_sync = FSDPModule.set_requires_gradient_sync
+    prefetch, post = FSDPParamGroup._backward_prefetch, FSDPParamGroup.post_backward
     all_gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
     watch_inputs = _fsdp_param_group.FSDPParamGroup._register_post_backward_hook
 
@@ -89,6 +93,18 @@ def install_patch() -> None:
             note_foreign(group, f"FSDP2 gradient reduction of {_subject(fsdp_params)}")
         return reduce(fsdp_params, grads, group, *args, **kwargs)
 
+    def backward_prefetch(self: FSDPParamGroup) -> None:
+        check_order(self)
+        prefetch(self)
+
+    def post_backward(self: FSDPParamGroup, *unused: Any) -> None:
+        check_reduced(self)
+        post(self, *unused)
+
+    _originals["prefetch"] = prefetch
+    _originals["post_backward"] = post
+    FSDPParamGroup._backward_prefetch = torch.compiler.disable(backward_prefetch)  # type: ignore[method-assign]
+    FSDPParamGroup.post_backward = torch.compiler.disable(post_backward)  # type: ignore[method-assign]
     _originals["managed"] = managed
     _originals["set_sync"] = set_sync
     _originals["all_gather"] = all_gather
@@ -112,6 +128,8 @@ def uninstall_patch() -> None:
     _fsdp_param_group.foreach_all_gather = _originals.pop("all_gather")
     _fsdp_param_group.foreach_reduce = _originals.pop("reduce")
     _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = _originals.pop("watch_inputs")
+    FSDPParamGroup._backward_prefetch = _originals.pop("prefetch")  # type: ignore[method-assign]
+    FSDPParamGroup.post_backward = _originals.pop("post_backward")  # type: ignore[method-assign]
 
 
 def _stands_for_units(group: Any) -> bool:
