@@ -88,7 +88,13 @@ def check_shared_parameters(model: nn.Module) -> None:
 
 
 def check_training_arguments(args: Any) -> None:
-    """Refuse TrainingArguments that ask for another optimizer: they would have no effect."""
+    """Refuse TrainingArguments that ask for another optimizer, which would have no effect, or cast sharded weights."""
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if args.world_size > 1 and getattr(args, name):
+            raise ConfigurationError(
+                f"{name} casts the model that is trained, which FSDP2 cannot follow: remove it and use bf16=True, "
+                "which computes in bf16 when it evaluates as well"
+            )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise ConfigurationError(

@@ -156,7 +156,7 @@ def main() -> int:
             lr_scale=muon_args.lr_scale,
         ),
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
     trainer.evaluate()
     if trainer.is_world_process_zero():
         print(held_out_summary(trainer), flush=True)
@@ -166,6 +166,12 @@ def main() -> int:
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return status
+
+
+def checkpoint_of(flag: str | None) -> str | bool | None:
+    """What `--resume_from_checkpoint` means: a directory, or `True` for the last checkpoint in the output directory."""
+    words = {"true": True, "false": False}
+    return flag if flag is None else words.get(flag.lower(), flag)
 
 
 def held_out_summary(trainer: Trainer) -> str:

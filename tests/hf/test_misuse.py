@@ -81,6 +81,8 @@ def test_description_that_the_trainer_would_not_understand_raises(trainer_messag
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"bf16_full_eval": True, "world_size": 2}, "bf16_full_eval casts the model"),
+        ({"fp16_full_eval": True, "world_size": 2}, "fp16_full_eval casts the model"),
         ({"optim": "adamw_torch_8bit"}, "adamw_torch_8bit.*no effect"),
         ({"optim": "adamw_torch_4bit"}, "adamw_torch_4bit.*no effect"),
         ({"optim": "sgd"}, "sgd.*no effect"),
@@ -88,8 +90,9 @@ def test_description_that_the_trainer_would_not_understand_raises(trainer_messag
         ({"optim_target_modules": "all-linear"}, "optim_target_modules has no effect"),
     ],
 )
-def test_arguments_that_ask_for_another_optimizer_raise(settings: dict[str, str], message: str) -> None:
-    args = SimpleNamespace(**{"optim": "adamw_torch", "optim_args": None, "optim_target_modules": None} | settings)
+def test_arguments_that_ask_for_another_optimizer_raise(settings: dict[str, Any], message: str) -> None:
+    defaults = dict.fromkeys(("optim_args", "optim_target_modules", "bf16_full_eval", "fp16_full_eval"))
+    args = SimpleNamespace(**{"optim": "adamw_torch", "world_size": 1} | defaults | settings)
     with pytest.raises(ConfigurationError, match=message):
         checks.check_training_arguments(args)
 

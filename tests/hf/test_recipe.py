@@ -156,3 +156,12 @@ def test_config_asks_for_fsdp2_on_a_mesh_of_all_processes(config: Path) -> None:
 
 def test_four_configs_are_shipped() -> None:
     assert [config.stem for config in CONFIGS] == ["dmuon_cpu_fsdp2", "dmuon_cpu_hsdp", "dmuon_fsdp2", "dmuon_hsdp"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"), [(None, None), ("True", True), ("false", False), ("out/checkpoint-3", "out/checkpoint-3")]
+)
+def test_resume_flag_takes_a_directory_or_a_truth_value(
+    tools: tuple[Any, Any], flag: str | None, expected: str | bool | None
+) -> None:
+    assert importlib.import_module("finetune_causal_lm").checkpoint_of(flag) is expected
