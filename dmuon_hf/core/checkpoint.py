@@ -91,7 +91,7 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, tim
     targets = _model_state(model, runtime)
     entries = {canonical_name(name, model): value for name, value in state_dict.items()}
     source = Source.open(entries, filled=bool(entries), group=group, extra=None)
-    check_together(lambda: source.problems(targets, _tied(targets)), "model state dict", group)
+    check_together(lambda: [*_deferred(targets), *source.problems(targets, _tied(targets))], "model state dict", group)
     _load_extra_state(
         {
             _extra_state_holder(model, name): source.value(name)
@@ -268,6 +268,13 @@ def _model_state(model: nn.Module, runtime: Runtime | None) -> dict[str, Any]:
         # Between forward and backward the module may hold the gathered weight instead.
         state.update({name: param.param for name in (param.name, *param.aliases) if name in state})
     return state
+
+
+def _deferred(targets: Mapping[str, Any]) -> Iterator[str]:
+    for name, target in targets.items():
+        if isinstance(target, Tensor) and target.is_meta:
+            yield f"the model's {name} is on the meta device: call model.to_empty(device=...) first"
+            return
 
 
 def _tied(state: Mapping[str, Any]) -> list[tuple[str, ...]]:

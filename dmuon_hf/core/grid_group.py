@@ -77,6 +77,28 @@ class GridGroup:
             dist.broadcast(tensor, group=self._replicate, group_src=replica)
         dist.broadcast(tensor, group=self._shard, group_src=column)
 
+    def move(self, tensor: Tensor, numel: int, source: int, target: int) -> Tensor | None:
+        """Bring a flat tensor of ``numel`` elements from one rank to another. Collective.
+
+        Nothing travels to the others, but for one rank on the way if the two share neither a replica nor a column. The
+        communicators are those that there are: no pair of ranks gets one of its own.
+
+        Args:
+            tensor: The values on ``source``; elsewhere an empty tensor of that dtype and device.
+
+        Returns:
+            The values on ``target``, ``None`` elsewhere.
+        """
+        row, column = divmod(self.rank, self._shard_size)
+        row_from, column_from = divmod(source, self._shard_size)
+        row_to, column_to = divmod(target, self._shard_size)
+        if row_from != row_to and column == column_from:
+            assert self._replicate is not None
+            tensor = _move(self._replicate, tensor, numel, row_from, row_to)
+        if column_from != column_to and row == row_to:
+            tensor = _move(self._shard, tensor, numel, column_from, column_to)
+        return tensor if self.rank == target else None
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank passes, by flat rank. Collective; the host waits."""
         found: list[Any] = [None] * self._shard_size
@@ -101,6 +123,17 @@ def world_group() -> GridGroup | None:
     """All ranks of the job, in one replica; ``None`` without a process group."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if world is None else GridGroup(world, None, range(dist.get_world_size(world)))
+
+
+def _move(group: ProcessGroup, tensor: Tensor, numel: int, source: int, target: int) -> Tensor:
+    """``tensor`` of ``source`` on ``target``, an empty one elsewhere: an all-to-all in which one rank sends to one."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sent = [numel if rank == source and peer == target else 0 for peer in range(size)]
+    received = [numel if rank == target and peer == source else 0 for peer in range(size)]
+    outgoing = tensor if rank == source else tensor.new_empty(0)
+    incoming = tensor.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+    return incoming
 
 
 def _wait(work: Any) -> None:

@@ -17,7 +17,7 @@ from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
 from dmuon_hf.core.mesh import Topology, check_policy, local_topology, topology_from_meshes
 from dmuon_hf.core.plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
-from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime
+from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime, is_deferred
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 
 __all__ = ["dedicate_params"]
@@ -67,6 +67,10 @@ def dedicate_params(
     that one script runs on every mesh: what is about several ranks in one process, about replicas on a 1-D mesh, about
     the choice of owners under a strategy that does not choose.
 
+    A model on the meta device stays there, and no rank ever holds more than its part of it: after ``fully_shard`` call
+    ``model.to_empty(device=...)``, then initialise it (:mod:`.runtime.owned_dispatch` has what random numbers are) or
+    load a checkpoint, then build the optimizer.
+
     Args:
         model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global
             shape whose values lie on its owner.
@@ -102,8 +106,8 @@ def dedicate_params(
             policy; fp32 by default. On gloo the owner adds them up in fp32 at least, NCCL adds in this dtype; the
             gradient that the optimizer reads has the dtype of the master.
         master_dtype: Dtype of what owners keep and update; the parameter's own by default.
-        source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; the owner's by
-            default.
+        source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; it sends each
+            matrix to its owner, and the others may have theirs on meta. The owner's by default.
         route_hint_fn, tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard, param_policy,
         param_policy_fn:
             Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
@@ -166,6 +170,7 @@ def dedicate_params(
             "master_dtype": str(master_dtype),
             "reshard_after_forward": reshard_after_forward,
             "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
+            "on meta": _deferred(targets, topology) if source_rank is None else None,
         },
     )
     _compare_plans(plan, topology)
@@ -291,6 +296,11 @@ def _topology(
         )
     check_policy(policy)
     return local_topology(next(model.parameters()).device)
+
+
+def _deferred(targets: Mapping[str, Target], topology: Topology) -> str:
+    """The parameters that have no values yet: the same ones on every rank, which a plan compares."""
+    return ", ".join(name for name, target in targets.items() if is_deferred(target.param, topology))
 
 
 def _compare_plans(plan: Plan, topology: Topology) -> None:

@@ -162,8 +162,8 @@ def refused(rank: int, world: int) -> None:
     for operation in operations:
         with pytest.raises(NotImplementedError, match="full_tensor"):
             operation()
-    for draw in (nn.init.normal_, nn.init.kaiming_uniform_, torch.rand_like, nn.functional.dropout):
-        with pytest.raises(NotImplementedError, match="random state"):
+    for draw in (torch.bernoulli, lambda tensor: torch.multinomial(tensor, 1)):
+        with pytest.raises(NotImplementedError, match="one number for each element"):
             draw(x)
     even = distribute_tensor(a, mesh, [Shard(0)])
     mismatched = [

@@ -46,7 +46,8 @@ def follow_parameters(state: Mapping[Tensor, dict[str, Any]]) -> None:
     for param, entry in state.items():
         for key, value in entry.items():
             if key != "step" and isinstance(value, Tensor) and value.device != param.device:
-                entry[key] = value.to(param.device)
+                # State of a model on meta has no values, and is zero.
+                entry[key] = torch.zeros_like(value, device=param.device) if value.is_meta else value.to(param.device)
 
 
 def check_loadable(

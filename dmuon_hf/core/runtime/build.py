@@ -22,7 +22,7 @@ from dmuon_hf.core.runtime.runtime import Runtime
 from dmuon_hf.core.runtime.unit import Unit
 from dmuon_hf.core.runtime.weights import UnitWeights
 
-__all__ = ["RuntimeOptions", "Target", "build_runtime"]
+__all__ = ["RuntimeOptions", "Target", "build_runtime", "is_deferred"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ def build_runtime(
     context.monitor.start(topology)
     if topology.is_distributed:
         _check_dtypes(plan, options)
+    if options.source_rank is not None and topology.size > 1:
+        _check_source(options.source_rank, targets, topology)
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
     units = (
         [
@@ -102,6 +104,20 @@ def _check_dtypes(plan: Plan, options: RuntimeOptions) -> None:
                 f"the parameters of unit {unit!r} have several dtypes {sorted(map(str, dtypes))} and travel in one "
                 "buffer: pass compute_dtype to dedicate_params"
             )
+
+
+def _check_source(source: int, targets: Mapping[str, Target], topology: Topology) -> None:
+    """Refuse on every rank a source that has no values either. A collective."""
+    if not 0 <= source < topology.size:
+        raise ConfigurationError(f"source_rank={source} is not one of the {topology.size} data-parallel ranks")
+    assert topology.grid is not None
+    mine = next((name for name, target in targets.items() if is_deferred(target.param, topology)), None)
+    found = topology.grid.broadcast_object(mine, source) if topology.grid.talks else None
+    if found is not None:
+        raise ConfigurationError(
+            f"{found} is on the meta device on rank {source} too, whose values source_rank asks for: load the model "
+            "there, or leave source_rank out, and materialise the model after fully_shard"
+        )
 
 
 def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: RuntimeOptions) -> DedicatedParam:
@@ -140,26 +156,36 @@ def _carry_hooks(original: nn.Parameter, dedicated: DedicatedParam) -> None:
 def _initial_local(
     entry: ParamEntry, param: nn.Parameter, owner: int, topology: Topology, options: RuntimeOptions
 ) -> Tensor:
-    """What this rank keeps of a parameter: the matrix on its owner, no rows elsewhere."""
+    """What this rank keeps of a parameter: the matrix on its owner, no rows elsewhere; on meta if the model is."""
     dtype = options.master_dtype or entry.dtype
     is_owner = topology.slot == entry.owner
-    value: Tensor = param.detach()
+    value: Tensor | None = param.detach()
     if options.source_rank is not None and topology.size > 1:
-        if value.is_meta:
-            value = torch.empty(entry.shape, dtype=entry.dtype, device=topology.device)
-        value = value.to(topology.device).contiguous()
-        assert topology.grid is not None
-        topology.grid.broadcast(value, options.source_rank)
-    if not is_owner:
+        value = _moved_to_owner(entry, param.detach(), owner, topology, options.source_rank)
+    elif is_deferred(param, topology):
+        rows = entry.shape[0] if is_owner else 0
+        return torch.empty((rows, *entry.shape[1:]), dtype=dtype, device="meta")
+    if not is_owner or value is None:
         return torch.empty((0, *entry.shape[1:]), dtype=dtype, device=topology.device)
-    if value.is_meta:
-        raise ConfigurationError(
-            f"{entry.name} is on the meta device: materialise the model before dedicate_params, or load it on one "
-            "rank and pass source_rank"
-        )
     value = value.to(device=topology.device, dtype=dtype).contiguous()
     shares_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
     return value.clone() if shares_more else value
+
+
+def is_deferred(param: Tensor, topology: Topology) -> bool:
+    """Whether a parameter has no values yet, on a mesh that computes: one of meta devices never has any."""
+    return param.is_meta and topology.device.type != "meta"
+
+
+def _moved_to_owner(entry: ParamEntry, value: Tensor, owner: int, topology: Topology, source: int) -> Tensor | None:
+    """The matrix of rank ``source`` on its owner, ``None`` elsewhere. Collective."""
+    assert topology.grid is not None
+    if topology.flat_rank(topology.slot) == source:
+        outgoing = value.to(topology.device).contiguous().view(-1)
+    else:
+        outgoing = torch.empty(0, dtype=entry.dtype, device=topology.device)
+    moved = topology.grid.move(outgoing, entry.numel, source, owner)
+    return None if moved is None else moved.view(entry.shape)
 
 
 def _build_unit(

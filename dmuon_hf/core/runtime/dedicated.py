@@ -9,7 +9,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.owned_tensor import Content, GradHook, OwnedTensor
 
-__all__ = ["DedicatedParam", "Version"]
+__all__ = ["DedicatedParam", "Version", "without_values"]
 
 # [Note: generations and epochs] in states.py: the content object and the number it showed.
 Version = tuple[Content, int]
@@ -114,3 +114,11 @@ class DedicatedParam:
 
     def __repr__(self) -> str:
         return f"DedicatedParam({self.name}, shape={tuple(self.shape)}, owner={self.owner_rank})"
+
+
+def without_values(name: str, device: torch.device) -> ConfigurationError:
+    """The error for a weight of a model that was dedicated on meta and is used before it was materialised."""
+    return ConfigurationError(
+        f"{name} is on the meta device: after dedicate_params and fully_shard call "
+        f'model.to_empty(device="{device.type}"), then initialise the model or load a checkpoint'
+    )

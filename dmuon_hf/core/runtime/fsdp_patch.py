@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dmuon_hf.core.lockstep import note_foreign
+from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
 from dmuon_hf.core.runtime.fsdp_units import group_units
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
@@ -39,12 +40,13 @@ def install_patch() -> None:
     Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever
     accumulates gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way; lets
     ``FSDPModule.zero_grad`` reach the gradients that FSDP2 keeps elsewhere than on the parameters it shows; has FSDP2's
-    gathers and reductions noted for the comparison of ranks that wait for each other; and has ranks meet before one of
-    them differs.
+    gathers and reductions noted for the comparison of ranks that wait for each other; has ranks meet before one of them
+    differs; and words FSDP2's refusal of weights on meta as the runtime does its own.
     """
     if _originals:
         return
     managed = _fsdp_init._get_managed_states
+    validate = _fsdp_param_group.FSDPParamGroup._validate_no_meta_params
     set_sync = FSDPModule.set_requires_gradient_sync
     prefetch, post = FSDPParamGroup._backward_prefetch, FSDPParamGroup.post_backward
     all_gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
@@ -93,6 +95,13 @@ def install_patch() -> None:
             note_foreign(group, f"FSDP2 gradient reduction of {_subject(fsdp_params)}")
         return reduce(fsdp_params, grads, group, *args, **kwargs)
 
+    def validate_no_meta_params(self: Any) -> None:
+        if any(isinstance(param, OwnedTensor) for module in self.modules for param in module.parameters()):
+            for fsdp_param in self.fsdp_params:
+                if fsdp_param.sharded_param.is_meta and self.device.type != "meta":
+                    raise without_values(fsdp_param._param_fqn, self.device)
+        validate(self)
+
     def backward_prefetch(self: FSDPParamGroup) -> None:
         check_order(self)
         prefetch(self)
@@ -106,6 +115,7 @@ def install_patch() -> None:
     FSDPParamGroup._backward_prefetch = torch.compiler.disable(backward_prefetch)  # type: ignore[method-assign]
     FSDPParamGroup.post_backward = torch.compiler.disable(post_backward)  # type: ignore[method-assign]
     _originals["managed"] = managed
+    _originals["validate"] = validate
     _originals["set_sync"] = set_sync
     _originals["all_gather"] = all_gather
     _originals["reduce"] = reduce
@@ -115,6 +125,7 @@ def install_patch() -> None:
     FSDPModule.zero_grad = zero_grad  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_all_gather = foreach_all_gather
     _fsdp_param_group.foreach_reduce = foreach_reduce
+    _fsdp_param_group.FSDPParamGroup._validate_no_meta_params = validate_no_meta_params
     _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = register_post_backward_hook
 
 
@@ -127,6 +138,7 @@ def uninstall_patch() -> None:
     del FSDPModule.zero_grad  # type: ignore[attr-defined]
     _fsdp_param_group.foreach_all_gather = _originals.pop("all_gather")
     _fsdp_param_group.foreach_reduce = _originals.pop("reduce")
+    _fsdp_param_group.FSDPParamGroup._validate_no_meta_params = _originals.pop("validate")
     _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = _originals.pop("watch_inputs")
     FSDPParamGroup._backward_prefetch = _originals.pop("prefetch")  # type: ignore[method-assign]
     FSDPParamGroup.post_backward = _originals.pop("post_backward")  # type: ignore[method-assign]

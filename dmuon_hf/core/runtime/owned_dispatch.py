@@ -4,6 +4,10 @@
 Elementwise operators need no communication: owner and others run the same one on their part, and the empty part
 keeps dtype and shape in step. ``copy_`` from another layout, whole-tensor statistics and norms are collectives over
 the tensor's mesh.
+
+[Note: random numbers in owned tensors]
+Every rank draws the whole matrix, and the owner keeps it: one matrix at a time, whatever the number of ranks. So equal
+generators stay equal, and an initialiser gives a dedicated weight the values that it would have in one process.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dmuon_hf.core.errors import DMuonError
 from dmuon_hf.core.runtime.owned_ops import (
+    is_draw,
     is_elementwise,
     is_foreach,
     is_owner_scalar,
@@ -69,8 +74,8 @@ def _undefined(func: OpOverload, tensor: OwnedTensor) -> str:
     subject = "an owned tensor" if origin is None else f"{origin.name}, an owned weight"
     if is_random(func):
         return (
-            f"{func} is not defined on {subject}: the random state of its owner would run ahead of the other ranks'. "
-            "Initialise before dedicate_params, or make the values on every rank and copy_() them in"
+            f"{func} is not defined on {subject}: it draws something else than one number for each element. Draw on "
+            "every rank into a plain tensor of the whole shape and copy_() it in"
         )
     block = ""
     if origin is not None:
@@ -96,6 +101,8 @@ def _by_kind(func: OpOverload) -> _Operator | None:
         return _foreach
     if is_owner_scalar(func):
         return _owner_scalar
+    if is_draw(func):
+        return _draw
     return None
 
 
@@ -222,6 +229,23 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
         source = destination._ownership.cut(source, destination._spec)
     func(destination._local_tensor, source, *rest, **kwargs)
     return destination
+
+
+def _draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """See [Note: random numbers in owned tensors]."""
+    tensor, *rest = args
+    local, ownership = tensor._local_tensor, tensor._ownership
+    keeps_all = ownership.is_owner and ownership.is_whole(tensor._spec)
+    drawn = func(local if keeps_all else local.new_empty(tensor.shape), *rest, **kwargs)
+    if not keeps_all:
+        shape, offset = ownership.part(tensor._spec) if ownership.is_owner else (local.shape, [0] * local.ndim)
+        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+            drawn = drawn.narrow(dim, start, length)
+    if not func._schema.is_mutable:
+        return _like(drawn.contiguous(), tensor, Content(1 + tensor._content.version))
+    if not keeps_all:
+        local.copy_(drawn)
+    return cast(OwnedTensor, tensor)
 
 
 def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 __all__ = [
+    "is_draw",
     "is_elementwise",
     "is_foreach",
     "is_owner_scalar",
@@ -70,6 +71,26 @@ _OWNER_SCALARS = frozenset(
     }
 )
 
+# Random numbers in the shape of the argument, written into it or as a new tensor.
+_DRAWS = frozenset(
+    {
+        aten.bernoulli_.float,
+        aten.cauchy_.default,
+        aten.exponential_.default,
+        aten.geometric_.default,
+        aten.log_normal_.default,
+        aten.normal_.default,
+        aten.rand_like.default,
+        aten.randint_like.default,
+        aten.randint_like.low_dtype,
+        aten.randn_like.default,
+        aten.random_.default,
+        getattr(aten.random_, "from"),
+        aten.random_.to,
+        aten.uniform_.default,
+    }
+)
+
 _FOREACH_REDUCTIONS = ("aten::_foreach_max", "aten::_foreach_norm", "aten::_foreach_powsum")
 _FUSED_OPTIMIZERS = ("aten::_fused_adagrad_", "aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_")
 
@@ -83,6 +104,11 @@ def is_elementwise(func: OpOverload) -> bool:
     """Whether every element of the result depends on the same element of the arguments only."""
     tagged = torch.Tag.pointwise in func.tags and not is_random(func)
     return tagged or func in _VIEWS or func in _UNTAGGED_ELEMENTWISE
+
+
+def is_draw(func: OpOverload) -> bool:
+    """Whether the operator fills a tensor of the argument's shape with random numbers."""
+    return func in _DRAWS
 
 
 def is_random(func: OpOverload) -> bool:

@@ -12,7 +12,7 @@ from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.runtime.collectives import InFlight
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
-from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version
+from dmuon_hf.core.runtime.dedicated import DedicatedParam, Version, without_values
 from dmuon_hf.core.runtime.layout import PackedLayout
 from dmuon_hf.core.runtime.placement import WeightPlacement
 from dmuon_hf.core.runtime.states import WeightState, weight_machine
@@ -78,6 +78,7 @@ class UnitWeights:
         """Issue the gather of the newest weights unless they are here or on their way. Collective (shard group)."""
         versions = self.versions()
         if self.state is WeightState.SHARDED:
+            self._require_values()
             self.buffer.untyped_storage().resize_(self.nbytes)
         elif self._versions == versions:
             return
@@ -88,6 +89,12 @@ class UnitWeights:
         self._context.monitor.issue(Channel.SHARD, f"gather of unit {self.name}")
         with record_function(f"dmuon::gather {self.name}"):
             self._gather = self.placement.gather(self.buffer, versions)
+
+    def _require_values(self) -> None:
+        """Refuse weights of a model that was dedicated on meta and not materialised since; so on every rank."""
+        for param in self._params:
+            if param.param.is_meta and self.buffer.device.type != "meta":
+                raise without_values(param.name, self.buffer.device)
 
     def wait(self) -> None:
         """Order the current stream (CPU: the host) after the gather."""
