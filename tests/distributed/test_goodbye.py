@@ -81,6 +81,27 @@ def test_rank_that_leaves_its_process_group_is_named_where_it_is_waited_for(
     assert "never comes" in message
 
 
+def leave_unwatched(rank: int, world: int, directory: Path) -> str:
+    """A second group in the same store, as after a restart; then rank 1 leaves it, too."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    model = nn.Linear(2, 2)
+    save(model)
+    if rank == 1:
+        dist.destroy_process_group()
+        until(directory / "done")
+        return ""
+    with pytest.raises(LockstepError) as caught:
+        save(model)
+    (directory / "done").touch()
+    return str(caught.value)
+
+
+def test_rank_that_leaves_is_named_without_a_monitor(tmp_path: Path) -> None:
+    assert "rank 1 has destroyed its process group" in run_ranks(leave_unwatched, 2, tmp_path)[0]
+
+
 def fail_and_destroy() -> None:
     try:
         raise ValueError("boom")

@@ -34,6 +34,7 @@ _HEARTBEAT = 0.5
 _c10d: Any = _c10d_module
 _failure = ""
 _may_block = threading.Event()
+_alarm_is_set = threading.Event()
 _installed = False
 
 
@@ -49,15 +50,18 @@ _guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def guard_exit(watch: Guarded, thread: threading.Thread) -> None:
-    """Call ``watch.leave`` when the process leaves, then wait for its thread.
+def guard_exit(watch: Guarded, thread: threading.Thread | None = None) -> None:
+    """Call ``watch.leave`` when the process leaves, then wait for its thread, if it has one.
 
     A thread that is inside a call of the store while the interpreter is torn down would abort the process. Installs an
     excepthook, an exit handler and a listener for the end of the default process group the first time.
     """
     global _installed
     _guarded.add(watch)
-    _threads.add(thread)
+    if thread is not None:
+        if not _threads:
+            threading.Thread(target=_postpone_alarm, name="dmuon-exit", daemon=True).start()
+        _threads.add(thread)
     if not _installed:
         _installed = True
         _listen()
@@ -78,7 +82,6 @@ def _listen() -> None:
     if multiprocessing.parent_process() is not None:
         # Children of multiprocessing leave without atexit.
         multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
-    threading.Thread(target=_postpone_alarm, name="dmuon-exit", daemon=True).start()
     excepthook, update_default = sys.excepthook, _c10d._update_default_pg
 
     def at_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -133,9 +136,6 @@ def _set_alarm() -> None:
     if is_main and hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         signal.alarm(_EXIT_GRACE)
         _alarm_is_set.set()
-
-
-_alarm_is_set = threading.Event()
 
 
 def _postpone_alarm() -> None:
