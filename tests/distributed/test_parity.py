@@ -17,11 +17,11 @@ from tests.harness import run_ranks
 WORLDS = [("local", 1), ("z2", 2), ("z3", 2), ("z3", 3), ("z2", 4), ("z3", 4), ("hsdp", 4), ("hsdp_sync", 4)]
 
 
-def check(run: Run, world: int) -> list[dict]:
+def check(run: Run, world: int, *, rtol: float = 2e-4) -> list[dict]:
     results = run_ranks(train, world, run, init=run.mode != "local")
     expected = reference(run)
     for result in results:
-        assert_same_training(run, result, expected)
+        assert_same_training(run, result, expected, rtol=rtol)
     return results
 
 
@@ -34,7 +34,9 @@ def test_uneven_shapes_train_like_one_process(mode: str, world: int) -> None:
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("mode", "world"), [("local", 1), ("z2", 2), ("z3", 4), ("hsdp", 4)])
 def test_tied_llama_trains_like_one_process(mode: str, world: int, accumulate: int, checkpointing: str | None) -> None:
-    check(Run(mode, "llama_tied", accumulate=accumulate, checkpointing=checkpointing), world)
+    # The gradients of queries and keys are small beside what they are differences of: rounding of another CPU's fp32
+    # kernels moves them by more than 2e-4 after a step, in one process as well.
+    check(Run(mode, "llama_tied", accumulate=accumulate, checkpointing=checkpointing), world, rtol=1e-3)
 
 
 def test_hsdp_sync_and_async_publish_are_bit_equal() -> None:
