@@ -14,7 +14,8 @@ CODE = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in sorted
 
 
 def quoted_messages() -> list[str]:
-    return re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)
+    headings = re.findall(r"^### (`.+`)$", PAGE, re.MULTILINE)
+    return [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
 
 
 def test_headings_quote_messages() -> None:
