@@ -5,19 +5,22 @@ The patches do nothing for models without dedicated parameters. Tested with torc
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as _param_group_module
+import torch.distributed.fsdp._fully_shard._fully_shard as _fully_shard
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dmuon_hf.core.lockstep import note_foreign
+from dmuon_hf.core.runtime import fsdp_methods
+from dmuon_hf.core.runtime.compiling import untraced
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
 from dmuon_hf.core.runtime.fsdp_units import group_units
@@ -26,32 +29,72 @@ from dmuon_hf.core.runtime.watch import Inputs
 
 __all__ = ["install_patch", "uninstall_patch"]
 
-SYNC_LISTENER = "_dmuon_set_requires_sync"
-ZERO_LISTENER = "_dmuon_grads_zeroed"
-
 # The functions that it imports are no declared part of it.
 _fsdp_param_group: Any = _param_group_module
-_originals: dict[str, Callable[..., Any]] = {}
+_ABSENT = object()
+# What was replaced: (owner, attribute, original), in order.
+_replaced: list[tuple[Any, str, Any]] = []
+_register_forward_method = types.FunctionType(register_fsdp_forward_method.__code__, _fully_shard.__dict__)
+_REGISTER_CODE = register_fsdp_forward_method.__code__
 
 
 def install_patch() -> None:
-    """Make ``fully_shard`` skip dedicated parameters. Runs on import of :mod:`dmuon_hf.core`; safe to repeat.
+    """Make FSDP2 know owned weights. Runs on import of :mod:`dmuon_hf.core`; safe to repeat.
 
-    Also lets ``FSDPModule.set_requires_gradient_sync`` reach the units at or below the module, so that whoever
-    accumulates gradients through FSDP2's own switch (Accelerate does) accumulates dedicated ones in the same way; lets
-    ``FSDPModule.zero_grad`` reach the gradients that FSDP2 keeps elsewhere than on the parameters it shows; has FSDP2's
-    gathers and reductions noted for the comparison of ranks that wait for each other; has ranks meet before one of them
-    differs; and words FSDP2's refusal of weights on meta as the runtime does its own.
+    ``fully_shard`` skips them; the public methods of ``FSDPModule`` and ``register_fsdp_forward_method`` act on them
+    (:mod:`fsdp_methods`); the containers of a caller stay its own; FSDP2's gathers and reductions are noted for the
+    comparison of ranks that wait for each other; ranks meet before one of them differs; and FSDP2's refusal of weights
+    on meta is worded as the runtime does its own.
     """
-    if _originals:
+    if _replaced:
         return
-    managed = _fsdp_init._get_managed_states
-    validate = _fsdp_param_group.FSDPParamGroup._validate_no_meta_params
-    set_sync = FSDPModule.set_requires_gradient_sync
-    prefetch, post = FSDPParamGroup._backward_prefetch, FSDPParamGroup.post_backward
-    all_gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
-    watch_inputs = _fsdp_param_group.FSDPParamGroup._register_post_backward_hook
+    for name, wrap in {**fsdp_methods.ACTING, **fsdp_methods.REFUSED}.items():
+        _replace(FSDPModule, name, wrap(getattr(FSDPModule, name, _absent_method)))
+    # In place, since callers may have imported the function before this package.
+    register_fsdp_forward_method.__code__ = _register_stub.__code__
+    _replace(_fsdp_init, "_get_managed_states", _without_owned(_fsdp_init._get_managed_states))
+    group = _fsdp_param_group.FSDPParamGroup
+    _replace(group, "_register_post_backward_hook", _keeping_containers(group._register_post_backward_hook))
+    _replace(group, "_validate_no_meta_params", _naming_meta(group._validate_no_meta_params))
+    _replace(group, "_backward_prefetch", _after(check_order, group._backward_prefetch))
+    _replace(group, "post_backward", _after(check_reduced, group.post_backward))
+    _replace(_fsdp_param_group, "foreach_all_gather", _noting_gathers(_fsdp_param_group.foreach_all_gather))
+    _replace(_fsdp_param_group, "foreach_reduce", _noting_reductions(_fsdp_param_group.foreach_reduce))
 
+
+def uninstall_patch() -> None:
+    """Give torch its own functions back. Models dedicated before keep working as long as they are not sharded again."""
+    register_fsdp_forward_method.__code__ = _REGISTER_CODE
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    _replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+    setattr(owner, name, replacement)
+
+
+def _absent_method(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Stands for a method that FSDPModule leaves to the module's own class."""
+
+
+def _register_stub(module: nn.Module, method_name: str) -> None:
+    # Runs with the globals of torch's own module.
+    from dmuon_hf.core.runtime.fsdp_patch import register_forward_method
+
+    register_forward_method(module, method_name)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """What ``register_fsdp_forward_method`` does while the patch is installed."""
+    fsdp_methods.forward_method(_register_forward_method, module, method_name)
+
+
+def _without_owned(managed: Callable[..., Any]) -> Callable[..., Any]:
     def get_managed_states(
         modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None
     ) -> tuple[list[nn.Parameter], list[Any]]:
@@ -61,33 +104,42 @@ def install_patch() -> None:
             for parameter in module.parameters(recurse=False)
             if isinstance(parameter, OwnedTensor)
         }
-        return managed(modules, (ignored_params or set()) | dedicated if dedicated else ignored_params)
+        states: tuple[list[nn.Parameter], list[Any]] = managed(
+            modules, (ignored_params or set()) | dedicated if dedicated else ignored_params
+        )
+        return states
 
-    def set_requires_gradient_sync(self: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        set_sync(self, requires_gradient_sync, recurse=recurse)
-        assert isinstance(self, nn.Module)
-        for module in self.modules() if recurse else (self,):
-            listener = module.__dict__.get(SYNC_LISTENER)
-            if listener is not None:
-                listener(requires_gradient_sync)
+    return get_managed_states
 
-    def zero_grad(self: FSDPModule, set_to_none: bool = True) -> None:
-        super(FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
-        assert isinstance(self, nn.Module)
-        for module in self.modules():
-            listener = module.__dict__.get(ZERO_LISTENER)
-            if listener is not None:
-                listener(set_to_none)
 
-    def register_post_backward_hook(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not torch.is_grad_enabled() or not _stands_for_units(group):
-            return cast(tuple[Any, Any], watch_inputs(group, args, kwargs))
-        return _watch_keeping_containers(watch_inputs, group, args, kwargs)
+def _naming_meta(validate: Callable[[Any], None]) -> Callable[[Any], None]:
+    def validate_no_meta_params(group: Any) -> None:
+        if any(isinstance(param, OwnedTensor) for module in group.modules for param in module.parameters()):
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param.sharded_param.is_meta and group.device.type != "meta":
+                    raise without_values(fsdp_param._param_fqn, group.device)
+        validate(group)
 
+    return validate_no_meta_params
+
+
+def _after(check: Callable[[Any], None], original: Callable[..., None]) -> Callable[..., None]:
+    def checked(group: Any, *args: Any) -> None:
+        check(group)
+        original(group, *args)
+
+    return untraced(checked)
+
+
+def _noting_gathers(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     def foreach_all_gather(fsdp_params: list[Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         note_foreign(group, f"FSDP2 all-gather of {_subject(fsdp_params)}")
         return all_gather(fsdp_params, group, *args, **kwargs)
 
+    return foreach_all_gather
+
+
+def _noting_reductions(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def foreach_reduce(
         fsdp_params: list[Any], grads: list[Any], group: ProcessGroup | None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -95,53 +147,16 @@ def install_patch() -> None:
             note_foreign(group, f"FSDP2 gradient reduction of {_subject(fsdp_params)}")
         return reduce(fsdp_params, grads, group, *args, **kwargs)
 
-    def validate_no_meta_params(self: Any) -> None:
-        if any(isinstance(param, OwnedTensor) for module in self.modules for param in module.parameters()):
-            for fsdp_param in self.fsdp_params:
-                if fsdp_param.sharded_param.is_meta and self.device.type != "meta":
-                    raise without_values(fsdp_param._param_fqn, self.device)
-        validate(self)
-
-    def backward_prefetch(self: FSDPParamGroup) -> None:
-        check_order(self)
-        prefetch(self)
-
-    def post_backward(self: FSDPParamGroup, *unused: Any) -> None:
-        check_reduced(self)
-        post(self, *unused)
-
-    _originals["prefetch"] = prefetch
-    _originals["post_backward"] = post
-    FSDPParamGroup._backward_prefetch = torch.compiler.disable(backward_prefetch)  # type: ignore[method-assign]
-    FSDPParamGroup.post_backward = torch.compiler.disable(post_backward)  # type: ignore[method-assign]
-    _originals["managed"] = managed
-    _originals["validate"] = validate
-    _originals["set_sync"] = set_sync
-    _originals["all_gather"] = all_gather
-    _originals["reduce"] = reduce
-    _originals["watch_inputs"] = watch_inputs
-    _fsdp_init._get_managed_states = get_managed_states
-    FSDPModule.set_requires_gradient_sync = set_requires_gradient_sync  # type: ignore[method-assign]
-    FSDPModule.zero_grad = zero_grad  # type: ignore[attr-defined]
-    _fsdp_param_group.foreach_all_gather = foreach_all_gather
-    _fsdp_param_group.foreach_reduce = foreach_reduce
-    _fsdp_param_group.FSDPParamGroup._validate_no_meta_params = validate_no_meta_params
-    _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = register_post_backward_hook
+    return foreach_reduce
 
 
-def uninstall_patch() -> None:
-    """Give torch its own functions back. Models dedicated before keep working as long as they are not sharded again."""
-    if not _originals:
-        return
-    _fsdp_init._get_managed_states = _originals.pop("managed")
-    FSDPModule.set_requires_gradient_sync = _originals.pop("set_sync")  # type: ignore[method-assign]
-    del FSDPModule.zero_grad  # type: ignore[attr-defined]
-    _fsdp_param_group.foreach_all_gather = _originals.pop("all_gather")
-    _fsdp_param_group.foreach_reduce = _originals.pop("reduce")
-    _fsdp_param_group.FSDPParamGroup._validate_no_meta_params = _originals.pop("validate")
-    _fsdp_param_group.FSDPParamGroup._register_post_backward_hook = _originals.pop("watch_inputs")
-    FSDPParamGroup._backward_prefetch = _originals.pop("prefetch")  # type: ignore[method-assign]
-    FSDPParamGroup.post_backward = _originals.pop("post_backward")  # type: ignore[method-assign]
+def _keeping_containers(watch_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    def register_post_backward_hook(group: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not _stands_for_units(group):
+            return watch_inputs(group, args, kwargs)
+        return _watch_keeping_containers(watch_inputs, group, args, kwargs)
+
+    return register_post_backward_hook
 
 
 def _stands_for_units(group: Any) -> bool:

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
+    from dmuon_hf.core.runtime.hooks import UnitHooks
+    from dmuon_hf.core.runtime.runtime import Runtime
     from dmuon_hf.core.runtime.unit import Unit
 
-__all__ = ["group_units", "note_unit"]
+__all__ = ["group_hooks", "group_units", "note_root", "note_unit", "runtimes_below"]
 
-_UNITS = "_dmuon_units"
+_HOOKS = "_dmuon_unit_hooks"
+_ROOT = "_dmuon_root_runtime"
 
 
-def note_unit(unit: Unit) -> None:
+def note_unit(hooks: UnitHooks) -> None:
     """Let :func:`group_units` find the unit from the modules that hold its weights."""
-    for param in unit.params:
+    for param in hooks.unit.params:
         for module, _ in param.places:
-            units: list[Unit] = module.__dict__.setdefault(_UNITS, [])
-            if unit not in units:
-                units.append(unit)
+            noted: list[UnitHooks] = module.__dict__.setdefault(_HOOKS, [])
+            if hooks not in noted:
+                noted.append(hooks)
+
+
+def note_root(root: nn.Module, runtime: Runtime) -> None:
+    """Let :func:`runtimes_below` find the runtime from the module that was dedicated."""
+    root.__dict__[_ROOT] = runtime
+
+
+def runtimes_below(module: Any) -> list[Runtime]:
+    """The runtimes that have units and whose root is ``module`` or below it."""
+    roots = (part.__dict__.get(_ROOT) for part in module.modules())
+    return [runtime for runtime in roots if runtime is not None]
 
 
 def group_units(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -31,17 +45,22 @@ def group_units(modules: Iterable[nn.Module]) -> list[Unit]:
     The hook boundary need not be an FSDP module: a unit may lie below one (the root alone is wrapped), or above several
     (a block is a unit, its halves are wrapped), and then belongs to each of them.
     """
-    found = {unit.index: unit for module in modules for part in _own_modules(module) for unit in _noted(part)}
+    return [hooks.unit for hooks in group_hooks(modules)]
+
+
+def group_hooks(modules: Iterable[nn.Module]) -> list[UnitHooks]:
+    """The hooks of :func:`group_units`."""
+    found = {hooks.unit.index: hooks for module in modules for part in _own(module) for hooks in _noted(part)}
     return [found[index] for index in sorted(found)]
 
 
-def _noted(module: nn.Module) -> list[Unit]:
-    units: list[Unit] = module.__dict__.get(_UNITS, [])
-    return units
+def _noted(module: nn.Module) -> list[UnitHooks]:
+    hooks: list[UnitHooks] = module.__dict__.get(_HOOKS, [])
+    return hooks
 
 
-def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+def _own(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _own_modules(child)
+            yield from _own(child)

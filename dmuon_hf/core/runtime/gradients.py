@@ -73,6 +73,15 @@ class UnitGrads:
         grad = self._params[i].param.grad
         return grad is not None and (self._seen[i] or grad is not self._put[i])
 
+    @property
+    def spans_replicas(self) -> bool:
+        """Whether reductions have a stage over replicas."""
+        return self._reduction.spans_replicas
+
+    def set_divide_factor(self, factor: float | None) -> None:
+        """What sums over all ranks are divided by, the number of ranks by default."""
+        self._reduction.divide_factor = factor
+
     # -- during a pass ------------------------------------------------------------------------------------------------
 
     def count_use(self) -> None:

@@ -19,10 +19,10 @@ from dmuon_hf.core.runtime.states import GradState
 from dmuon_hf.core.runtime.unit import Unit
 from dmuon_hf.core.runtime.watch import Inputs, differentiable_tensors
 
-__all__ = ["register_root_hooks", "register_unit_hooks"]
+__all__ = ["UnitHooks", "register_root_hooks", "register_unit_hooks"]
 
 
-class _UnitHooks:
+class UnitHooks:
     """The hooks of one unit."""
 
     def __init__(self, unit: Unit, backward: BackwardPass, prefetcher: Prefetcher) -> None:
@@ -37,7 +37,8 @@ class _UnitHooks:
         self._on_leave_hook = untraced(self._on_leave)
         self._on_passed_hook = untraced(self._on_passed)
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the forward of the boundary, or of a method that was registered as one."""
         in_backward = graph_task() != -1
         if not in_backward:
             self.backward.abandon()
@@ -56,7 +57,8 @@ class _UnitHooks:
         else:
             self.prefetcher.before_forward(self.unit)
 
-    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After it, also after an exception."""
         if not self._inputs:
             # A hook that runs before ours raised, so that the module was never entered.
             return
@@ -131,11 +133,11 @@ def _on_owned_grad(unit: Unit, i: int) -> GradHook:
 
 def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetcher) -> None:
     """Attach a unit to its boundary module and to autograd."""
-    hooks = _UnitHooks(unit, backward, prefetcher)
-    note_unit(unit)
-    unit.module.register_forward_pre_hook(untraced(hooks.pre_forward), with_kwargs=True)
+    hooks = UnitHooks(unit, backward, prefetcher)
+    note_unit(hooks)
+    unit.module.register_forward_pre_hook(untraced(hooks.enter), with_kwargs=True)
     # Also after an exception: early-stopping recomputation leaves a forward by raising.
-    unit.module.register_forward_hook(untraced(hooks.post_forward), with_kwargs=True, always_call=True)
+    unit.module.register_forward_hook(untraced(hooks.leave), with_kwargs=True, always_call=True)
     for i, parameter in enumerate(unit.weights.unsharded):
         parameter.register_post_accumulate_grad_hook(untraced(hooks.on_grad(i)))
     for i, param in enumerate(unit.params):

@@ -113,6 +113,9 @@ class OwnerReduction:
 
     ``dtype`` is that of the wire. In fp16 a sum of many ranks can overflow, so part of the mean is taken before it: the
     smallest power of two that leaves no more to divide by after it, as in FSDP2. That part is exact.
+
+    Attributes:
+        divide_factor: What the sums are divided by; ``None`` is the number of ranks.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class OwnerReduction:
         self._layout = layout
         self._topology = topology
         self._dtype = dtype
+        self.divide_factor: float | None = None
         self._divisor_before = _power_near_root(topology.size) if dtype is torch.float16 else 1
         self._shard_stage = _Stage(
             topology.shard_group, layout.shard_segments, topology.shard_rank, context, context.reduce_stream
@@ -150,8 +154,13 @@ class OwnerReduction:
             self._shard_stage.issue(packed),
             self._replicate_stage,
             wire=self._dtype,
-            divisor=self._topology.size / self._divisor_before,
+            divisor=(self.divide_factor or self._topology.size) / self._divisor_before,
         )
+
+    @property
+    def spans_replicas(self) -> bool:
+        """Whether there is a stage over replicas."""
+        return self._replicate_stage is not None
 
     def own_views(self, bucket: Tensor) -> list[Tensor]:
         """Matrix-shaped views of what :meth:`PendingReduction.finish` returned, in buffer order."""

@@ -21,7 +21,7 @@ from dmuon_hf.core.plan import Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interrupted_pass, zero_sharded_grads
-from dmuon_hf.core.runtime.fsdp_patch import SYNC_LISTENER, ZERO_LISTENER
+from dmuon_hf.core.runtime.fsdp_units import note_root
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
@@ -80,16 +80,9 @@ class Runtime:
         self._root = root
         for unit in self.units:
             register_unit_hooks(unit, self.backward, self.prefetcher)
-            unit.module.__dict__[SYNC_LISTENER] = self._listener(unit)
         if self.units:
             register_root_hooks(root, self.backward, self.prefetcher)
-            root.__dict__[ZERO_LISTENER] = self._on_module_zeroed
-
-    def _listener(self, unit: Unit) -> object:
-        def set_requires_sync(requires_sync: bool) -> None:
-            unit.requires_sync = requires_sync
-
-        return set_requires_sync
+            note_root(root, self)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +157,7 @@ class Runtime:
             discard_unreduced_grads(module)
         self.backward.reset()
 
-    def _on_module_zeroed(self, set_to_none: bool) -> None:
+    def on_module_zeroed(self, set_to_none: bool) -> None:
         """After ``zero_grad`` of the model, which reached the parameters that its modules hold at the moment."""
         for param in self.dedicated.values():
             param.param.grad = None

@@ -67,19 +67,25 @@ class Prefetcher:
     def before_forward(self, unit: Unit) -> None:
         self._running.setdefault(unit.index, unit)
         order, place = self._around(unit)
-        for ahead in order[place + 1 : place + 1 + self.forward_depth]:
-            ahead.weights.gather()
+        ahead = unit.forward_prefetch
+        for following in order[place + 1 : place + 1 + self.forward_depth] if ahead is None else ahead:
+            following.weights.gather()
 
     def begin_backward(self) -> None:
         """The model's backward begins, with what follows the last unit: its weights are gathered beside that."""
         if self.forward_depth > 0:
             for unit in self._order[-1:]:
-                unit.weights.gather()
+                if unit.unshard_in_backward:
+                    unit.weights.gather()
 
     def before_backward(self, unit: Unit) -> None:
         order, place = self._around(unit)
-        if self.forward_depth > 0 and place > 0:
-            order[place - 1].weights.gather()
+        ahead = unit.backward_prefetch
+        if ahead is None:
+            ahead = list(order[place - 1 : place]) if self.forward_depth > 0 and place > 0 else []
+        for following in ahead:
+            if following.unshard_in_backward:
+                following.weights.gather()
 
     def _around(self, unit: Unit) -> tuple[Sequence[Unit], int]:
         place = self._position.get(unit.index)
@@ -128,7 +134,7 @@ class BackwardPass:
                 self._finish_first(self._draining)
             unit.launch_reduction()
             self._draining = unit
-        unit.weights.reshard()
+        unit.reshard_after_pass()
 
     def _finish_first(self, unit: Unit) -> None:
         unit.grads.finish_first_stage()
@@ -164,6 +170,7 @@ class BackwardPass:
         for unit in self._units:
             unit.discard_grads()
             unit.end_pass()
+            unit.reshard()
 
     def reset(self) -> None:
         """Start over: gradients were zeroed."""

@@ -26,7 +26,9 @@ class Unit:
         weights: Gathered for forward and backward.
         grads: Reduced at the end of backward.
         reshard_after_forward: Whether whole weights are freed between forward and backward.
-        requires_sync: Whether backward reduces gradients, or accumulates them on this rank (``no_sync``).
+        reshard_after_backward: Whether they are freed when their gradients have left.
+        unshard_in_backward: Whether backward needs them.
+        forward_prefetch, backward_prefetch: Units that this one gathers ahead, in place of the next in order.
     """
 
     def __init__(
@@ -49,7 +51,30 @@ class Unit:
         self.weights = weights
         self.grads = grads
         self.reshard_after_forward = reshard_after_forward
-        self.requires_sync = True
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self._reduces = True
+        self._all_reduces = True
+
+    @property
+    def requires_sync(self) -> bool:
+        """Whether backward reduces gradients, or accumulates them on this rank (``no_sync``).
+
+        A pass that FSDP2 would reduce inside of each replica only is accumulated too: the sum is the same, and takes
+        one reduction in place of one per pass.
+        """
+        return self._reduces and self._all_reduces
+
+    @requires_sync.setter
+    def requires_sync(self, value: bool) -> None:
+        self._reduces = self._all_reduces = value
+
+    def set_requires_all_reduce(self, value: bool) -> None:
+        """Whether a pass reduces over the replicas as well; nothing where there are none."""
+        if self.grads.spans_replicas:
+            self._all_reduces = value
 
     @property
     def gather_bytes(self) -> int:
@@ -80,7 +105,8 @@ class Unit:
     def enter_backward(self) -> None:
         """Make the module hold the whole weights until its gradients have left: a recomputation may read them there."""
         self.grads.begin()
-        self.weights.show_whole()
+        if self.unshard_in_backward:
+            self.weights.show_whole()
 
     def launch_reduction(self) -> None:
         """Send the gradients of this pass, and those accumulated before, to the owners. Collective (shard group)."""
@@ -99,7 +125,18 @@ class Unit:
     def end_pass(self) -> None:
         """Make ready for the next pass, with the weights freed."""
         self.grads.end_pass()
-        self.weights.reshard()
+        self.reshard_after_pass()
+
+    def reshard_after_pass(self) -> None:
+        """Free the whole weights at the end of a backward pass, unless they are wanted for the next one."""
+        if self.reshard_after_backward:
+            self.weights.reshard()
+
+    def reshard(self) -> None:
+        """Give the owned parameters back to the module and free the whole weights, unless a pass is using them."""
+        if not self.weights.is_read and not self.grads.reads_weights:
+            self.weights.show_owned()
+            self.weights.reshard()
 
     def discard_grads(self) -> None:
         """Drop every gradient that has not reached an owner, and leave a pass that did not finish."""

@@ -70,6 +70,11 @@ class UnitWeights:
     def state(self) -> WeightState:
         return self._machine.state
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a forward of the module is running."""
+        return self._readers > 0
+
     def versions(self) -> tuple[Version, ...]:
         """What the current contents of the owned parameters are called."""
         return tuple(param.version for param in self._params)
