@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.optim.update import MuonRule, momentum_dtype
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec
-from dmuon_hf.core.sharded import Hand, ShardedMatrix, ShardedSource
+from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource
 from tests.harness.comm import CollectiveCounter
 from tests.harness.reference import ReferenceOptimizer
 
@@ -132,8 +132,9 @@ def step_once(run: Steps, source: ShardedSource, params: Any, momenta: Any, step
     flags = source.flags()
     if dist.is_initialized():
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    hands = {name: Hand(momentum, run.rule) for name, momentum in momenta.items()}
-    return source.update(hands, [flag > 0 for flag in flags.tolist()], ns)
+    rules = {id(param): run.rule for param in params.values()}
+    state = {params[name]: {"momentum_buffer": momentum} for name, momentum in momenta.items()}
+    return source.update(rules, state, [flag > 0 for flag in flags.tolist()], ns)
 
 
 def train_sharded(rank: int, world: int, run: Steps) -> dict[str, Any]:

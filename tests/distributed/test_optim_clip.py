@@ -66,7 +66,7 @@ def _nonfinite(rank: int, world: int, norm_type: float) -> str:
     optimizer = dmuon.Muon(model)
     backward(model, 0)
     if rank == 1:
-        next(iter(optimizer.owned_gradients().values()))[0, 0] = math.nan
+        next(iter(optimizer.matrix_gradients().values()))[0, 0] = math.nan
     with pytest.raises(RuntimeError) as error:
         clip_grad_norm_(optimizer, 1.0, norm_type=norm_type, error_if_nonfinite=True)
     assert optimizer.last_muon_grad_clip_stats is not None

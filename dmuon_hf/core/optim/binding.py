@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.groups import trainable_parameters
-from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
-from dmuon_hf.core.runtime import require_runtime
+from dmuon_hf.core.optim.interfaces import OptimizerRuntime
+from dmuon_hf.core.runtime import require_runtime, runtime_of
 from dmuon_hf.core.runtime.replica_check import check_replicas, debug_enabled
 
-__all__ = ["check_held", "check_rebindable", "check_replicas", "debug_enabled", "runtime_with_matrices"]
+__all__ = ["check_held", "check_rebindable", "check_replicas", "debug_enabled", "is_dedicated", "runtime_with_matrices"]
+
+
+def is_dedicated(model: nn.Module) -> bool:
+    """Whether ``dedicate_params`` was called on the model."""
+    return runtime_of(model) is not None
 
 
 def runtime_with_matrices(model: nn.Module) -> OptimizerRuntime:
@@ -30,7 +35,7 @@ def check_rebindable(
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]],
     by_name: Mapping[str, nn.Parameter],
-    dedicated: Mapping[str, DedicatedMatrix],
+    muon_names: Collection[str],
 ) -> None:
     """Raise ``ConfigurationError`` unless groups of ``names`` fit a model with trainable parameters ``by_name``."""
     grouped = {name for group_names in names for name in group_names}
@@ -44,7 +49,7 @@ def check_rebindable(
         name
         for group, group_names in zip(groups, names, strict=True)
         for name in group_names
-        if (name in dedicated) != (group["route"] == "muon")
+        if (name in muon_names) != (group["route"] == "muon")
     ]
     if moved:
         raise ConfigurationError(

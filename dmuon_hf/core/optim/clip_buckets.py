@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, muon_optimizer
-from dmuon_hf.core.optim.gradients import local_tensor
-from dmuon_hf.core.optim.norms import clip_coefficient, norm_power, root_of_power, scale_
+from dmuon_hf.core.optim.gradients import copies_of, local_tensor, share_of
+from dmuon_hf.core.optim.norms import clip_coefficient, root_of_power, scale_, weighted_norm_power
 from dmuon_hf.core.runtime.collectives import uses_nccl
 
 __all__ = [
@@ -139,24 +138,24 @@ def try_clip_optimizer_grad_norm_buckets_(
 ) -> SegmentedGradClipResult | None:
     """Clip the segments ``regular``, ``muon`` and ``adamw``, each by its own norm. Collective over all ranks.
 
-    The muon segment is what ``optimizer`` owns, its norm always taken over all data-parallel ranks, and its statistics
-    become ``optimizer.last_muon_grad_clip_stats``. ``process_group`` is that of the other two, by default the
-    data-parallel ranks of the model; what counts is as in :func:`clip_grad_norm_buckets_`. The documented ``None``, for
-    an install that cannot clip this way, is never returned: torch's multi-tensor kernels are always there.
+    The muon segment is the matrices of ``optimizer``, its norm always taken over all data-parallel ranks, and its
+    statistics become ``optimizer.last_muon_grad_clip_stats``. ``process_group`` is that of the other two, by default
+    the data-parallel ranks of the model; what counts is as in :func:`clip_grad_norm_buckets_`. The documented ``None``,
+    for an install that cannot clip this way, is never returned: torch's multi-tensor kernels are always there.
     """
     muon = muon_optimizer(optimizer)
     runtime = muon.runtime
     runtime.prepare_grads()
     buckets = [
         GradClipBucket("regular", regular_grads),
-        GradClipBucket("muon", list(muon.owned_gradients().values())),
+        GradClipBucket("muon", list(muon.matrix_gradients().values())),
         GradClipBucket("adamw", adamw_grads),
     ]
     _check(buckets, max_norm, None)
     ranks = runtime.topology.ranks if process_group is None else dist.get_process_group_ranks(process_group)
     parts = [_parts(bucket, ranks) for bucket in buckets]
     powers = _powers(parts, runtime.topology.device, None)
-    count = powers.new_full((1,), len(parts[_MUON]))
+    count = powers.new_full((1,), sum(map(share_of, buckets[_MUON].grads)))
     *reduced, matrices = runtime.reduce_sum(torch.cat([powers, count])).unbind()
     if process_group is not None:
         dist.all_reduce(powers, group=process_group)
@@ -169,7 +168,7 @@ def try_clip_optimizer_grad_norm_buckets_(
         norm_type=2.0,
         clip_coef=segment.clip_coef,
         clipped=segment.clipped,
-        param_count=int(matrices),
+        param_count=round(float(matrices)),
         found_inf=segment.found_inf,
     )
     return result
@@ -187,27 +186,9 @@ def _check(buckets: Sequence[GradClipBucket], max_norm: float | None, chunk_size
 
 def _parts(bucket: GradClipBucket, ranks: Sequence[int] | None) -> list[_Part]:
     return [
-        _Part(local_tensor(grad, f"a gradient of bucket {bucket.name!r}"), 1.0 / _copies(grad, ranks))
+        _Part(local_tensor(grad, f"a gradient of bucket {bucket.name!r}"), 1.0 / copies_of(grad, ranks))
         for grad in bucket.grads
     ]
-
-
-def _copies(grad: Tensor, ranks: Sequence[int] | None) -> float:
-    """How many of ``ranks`` hold what this rank holds of ``grad``."""
-    if ranks is None or not isinstance(grad, DTensor):
-        return 1.0
-    mesh, coordinate = grad.device_mesh, grad.device_mesh.get_coordinate()
-    if coordinate is None:
-        return 1.0
-    alike = mesh.mesh[
-        tuple(
-            slice(None) if placement.is_replicate() else place
-            for placement, place in zip(grad.placements, coordinate, strict=True)
-        )
-    ]
-    group = set(ranks)
-    copies = len(group.intersection(alike.flatten().tolist()))
-    return copies * len(group) / len(group.intersection(mesh.mesh.flatten().tolist()))
 
 
 def _device(parts: Sequence[Sequence[_Part]], process_group: ProcessGroup | None) -> torch.device:
@@ -224,9 +205,8 @@ def _powers(parts: Sequence[Sequence[_Part]], device: torch.device, chunk_size: 
     """This rank's contribution to ``sum x^2`` of each bucket, fp64 ``(buckets,)``."""
     powers = torch.zeros(len(parts), dtype=torch.float64, device=device)
     for index, each in enumerate(parts):
-        for weight in dict.fromkeys(part.weight for part in each):
-            alike = [part.local for part in each if part.weight == weight]
-            powers[index] += weight * norm_power(alike, 2.0, device=device, chunk_size=chunk_size)
+        weighted = [(part.local, part.weight) for part in each]
+        powers[index] = weighted_norm_power(weighted, 2.0, device=device, chunk_size=chunk_size)
     return powers
 
 

@@ -1,4 +1,4 @@
-"""Clipping of the gradients of dedicated matrices by their global norm, or by a strategy of the user's."""
+"""Clipping of the gradients of matrices by their global norm, or by a strategy of the user's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.optim.gradients import copies_of, local_tensor, share_of
 from dmuon_hf.core.optim.interfaces import OptimizerRuntime
-from dmuon_hf.core.optim.norms import clip_coefficient, norm_power, root_of_power, scale_
+from dmuon_hf.core.optim.norms import clip_coefficient, root_of_power, scale_, weighted_norm_power
 
 __all__ = [
     "MuonGradClipRequest",
@@ -34,7 +35,7 @@ class MuonGradClipStats:
         norm_type: ``p`` of the norm.
         clip_coef: Factor the gradients were multiplied by.
         clipped: Whether they were.
-        param_count: Dedicated parameters with a gradient, over all ranks.
+        param_count: Parameters of the muon route with a gradient, over all ranks.
         found_inf: The norm is infinite or NaN; the gradients were left as they are, and ``step()`` will skip.
         strategy: Name of the strategy.
     """
@@ -54,23 +55,28 @@ class MuonGradClipRequest:
     """What a strategy works on.
 
     Attributes:
-        gradients: Live gradients of the matrices this rank owns, by canonical name; whole ``(out, in)`` tensors as
-            stored.
+        gradients: Live gradients of matrices, by canonical name: whole tensors as stored of those that this rank owns,
+            this rank's part of those that stay sharded.
+        weights: By the same names the reciprocal of how many ranks hold the same elements: what a part counts in a sum
+            over all ranks. What scales one copy must scale all of them.
         max_norm: As given by the caller.
         norm_type: As given by the caller.
         foreach: As given by the caller; ``False`` asks for one tensor at a time.
         device: Where the reductions want their argument.
         reduce_sum: Sum of a small tensor over all data-parallel ranks; a collective.
         reduce_max: Maximum of a small fp32 tensor over all data-parallel ranks; a collective.
+        count: This rank's share of the number of matrices with a gradient.
     """
 
     gradients: dict[str, Tensor]
+    weights: dict[str, float]
     max_norm: float | None
     norm_type: float
     foreach: bool | None
     device: torch.device
     reduce_sum: Callable[[Tensor], Tensor]
     reduce_max: Callable[[Tensor], Tensor]
+    count: float
 
 
 MuonGradClipStrategy: TypeAlias = Callable[[MuonGradClipRequest], MuonGradClipStats]
@@ -84,14 +90,15 @@ class _MuonOptimizer(Protocol):
 
     @property
     def runtime(self) -> OptimizerRuntime: ...
-    def owned_gradients(self) -> dict[str, Tensor]: ...
+    def matrix_gradients(self) -> dict[str, Tensor]: ...
 
 
 def _global_norm(request: MuonGradClipRequest) -> MuonGradClipStats:
-    """One norm over the gradients of all dedicated matrices of all ranks."""
+    """One norm over the gradients of all matrices of all ranks."""
     grads = list(request.gradients.values())
-    power = norm_power(grads, request.norm_type, device=request.device, foreach=request.foreach)
-    values = torch.stack([power, torch.full_like(power, len(grads))])
+    weighted = [(grad, request.weights[name]) for name, grad in request.gradients.items()]
+    power = weighted_norm_power(weighted, request.norm_type, device=request.device, foreach=request.foreach)
+    values = torch.stack([power, torch.full_like(power, request.count)])
     if math.isinf(request.norm_type):
         # A maximum over ranks may drop NaN; infinity stands for both.
         largest = request.reduce_max(power.nan_to_num(nan=math.inf).float().reshape(1))
@@ -110,7 +117,7 @@ def _global_norm(request: MuonGradClipRequest) -> MuonGradClipStats:
         norm_type=request.norm_type,
         clip_coef=coefficient,
         clipped=coefficient < 1.0,
-        param_count=int(count),
+        param_count=round(count),
         found_inf=not math.isfinite(total_norm),
     )
 
@@ -121,8 +128,8 @@ _STRATEGIES: dict[str, MuonGradClipStrategy] = {"global_norm": _global_norm}
 def register_muon_grad_clip_strategy(name: str, strategy: MuonGradClipStrategy) -> None:
     """Make ``strategy`` available as ``clip_grad_norm_(..., strategy=name)``; all ranks register the same ones.
 
-    The strategy is called on every rank with the live gradients this rank owns and may scale them in place. What it
-    decides for all ranks it must take from the reductions of the request.
+    The strategy is called on every rank with the live gradients that this rank holds and may scale them in place. What
+    it decides for all ranks it must take from the reductions of the request.
 
     Raises:
         ConfigurationError: ``name`` is taken.
@@ -142,7 +149,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     strategy: str | MuonGradClipStrategy = "global_norm",
 ) -> MuonGradClipStats:
-    """Clip the gradients of dedicated matrices, and only those, by their global norm. Collective over all ranks.
+    """Clip the gradients of the matrices of ``Muon``, and only those, by their global norm. Collective over all ranks.
 
     Newton-Schulz fixes the size of the update, so this guards the momentum against outliers; it sets no learning rate.
 
@@ -171,9 +178,12 @@ def clip_grad_norm_(
         strategy = _STRATEGIES[strategy]
     runtime = muon.runtime
     runtime.prepare_grads()
+    gradients = muon.matrix_gradients()
     stats = strategy(
         MuonGradClipRequest(
-            gradients=muon.owned_gradients(),
+            gradients={name: local_tensor(grad, f"the gradient of {name}") for name, grad in gradients.items()},
+            weights={name: 1.0 / copies_of(grad, runtime.topology.ranks) for name, grad in gradients.items()},
+            count=sum(map(share_of, gradients.values())),
             max_norm=None if max_norm is None else float(max_norm),
             norm_type=float(norm_type),
             foreach=foreach,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dmuon_hf.core.errors import ConfigurationError
 
-__all__ = ["check_and_unscale_", "local_tensor"]
+__all__ = ["check_and_unscale_", "copies_of", "local_tensor", "share_of"]
 
 _AMP_TYPES = frozenset({torch.float16, torch.float32, torch.float64})
 
@@ -32,6 +32,29 @@ def local_tensor(tensor: Tensor, what: str) -> Tensor:
         raise ConfigurationError(f"{what} is a DTensor of partial sums ({tensor.placements}): reduce it before step()")
     local: Tensor = tensor.to_local()
     return local
+
+
+def copies_of(grad: Tensor, ranks: Sequence[int] | None) -> float:
+    """How many of ``ranks`` hold what this rank holds of ``grad``."""
+    if ranks is None or not isinstance(grad, DTensor):
+        return 1.0
+    mesh, coordinate = grad.device_mesh, grad.device_mesh.get_coordinate()
+    if coordinate is None:
+        return 1.0
+    alike = mesh.mesh[
+        tuple(
+            slice(None) if placement.is_replicate() else place
+            for placement, place in zip(grad.placements, coordinate, strict=True)
+        )
+    ]
+    group = set(ranks)
+    copies = len(group.intersection(alike.flatten().tolist()))
+    return copies * len(group) / len(group.intersection(mesh.mesh.flatten().tolist()))
+
+
+def share_of(tensor: Tensor) -> float:
+    """This rank's part in one, when all ranks that a tensor lies on add up to it."""
+    return 1.0 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
 
 
 def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device) -> Tensor:

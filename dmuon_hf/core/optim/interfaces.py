@@ -1,8 +1,9 @@
 """What the optimizer asks of the runtime: the whole of it, so that the two can be read and tested apart.
 
 ``binding.py`` finds the runtime of a model. Beside it only ``state.py``, which knows the layouts that state can have,
-and ``clip_buckets.py``, which asks what a group communicates with, import from the runtime. Three protocols:
+and ``clip_buckets.py``, which asks what a group communicates with, import from the runtime. The protocols:
 
+- `MatrixSource`: parameters on the muon route, whatever form they have; the only thing that `Muon` steps.
 - `DedicatedMatrix`: a matrix, who computes its update, and how to say that it changed.
 - `MatrixUnit`: matrices that become visible together, and their publish.
 - `OptimizerRuntime`: the units, the gradients, and what the ranks agree on.
@@ -12,15 +13,70 @@ Another way to keep matrices whole for their update is another implementation of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from dmuon_hf.core.ns.agreement import Call
+from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.plan import MatrixSpec
 
-__all__ = ["DedicatedMatrix", "Layout", "MatrixUnit", "OptimizerRuntime"]
+__all__ = ["DedicatedMatrix", "Layout", "MatrixSource", "MatrixUnit", "OnBatch", "OptimizerRuntime"]
+
+OnBatch: TypeAlias = Callable[[Sequence[OwnedMatrix]], None]
+"""Called before each batch that is orthogonalised, with its matrices."""
+
+
+class MatrixSource(Protocol):
+    """Parameters on the muon route: where gradient, momentum and weight are on this rank, and who computes the update.
+
+    The state of a parameter is ``momentum_buffer``, in the layout of the parameter. Ranks that share a parameter call
+    every method together, in the same order.
+    """
+
+    @property
+    def route(self) -> str:
+        """Name of this kind of source, for descriptions."""
+
+    @property
+    def params(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by canonical name."""
+
+    def flags(self) -> Tensor:
+        """Float32 vector of what this rank saw gradients for; as long on every rank. Does not synchronise.
+
+        Its elementwise maximum over all ranks comes back as ``reached``; what an element stands for is the source's.
+        """
+
+    def update(
+        self,
+        rules: Mapping[int, MuonRule],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+        reached: Sequence[bool],
+        orthogonalize: Orthogonalize,
+        *,
+        on_batch: OnBatch | None = None,
+    ) -> int:
+        """Update momentum and weight of what is reached. Collective.
+
+        Args:
+            rules: The rule of each parameter's group, by the parameter's identity; without one it is left alone.
+            state: The optimizer's state.
+            reached: What all ranks agreed on, as ``flags``.
+            orthogonalize: Newton-Schulz.
+            on_batch: Called before each batch.
+
+        Returns:
+            Logical matrices that were orthogonalised on this rank.
+        """
+
+    def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
+        """Every distinct call that any rank makes in a step in which every matrix is reached. No communication."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Live gradients that this rank holds some of, by name: DTensors, or plain where no other rank holds any."""
 
 
 class DedicatedMatrix(Protocol):

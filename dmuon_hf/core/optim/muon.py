@@ -12,26 +12,24 @@ from torch.optim import Optimizer
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
-from dmuon_hf.core.ns.agreement import RankGroup, autotune_on_first_rank, require_same_on_all_ranks
+from dmuon_hf.core.ns.agreement import Call, RankGroup, autotune_on_first_rank, require_same_on_all_ranks
 from dmuon_hf.core.optim.binding import (
     check_held,
     check_rebindable,
     check_replicas,
     debug_enabled,
-    runtime_with_matrices,
 )
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
-from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, trainable_parameters
-from dmuon_hf.core.optim.interfaces import OptimizerRuntime
+from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
+from dmuon_hf.core.optim.selection import MatrixSpecFn, Predicate, Selection, sources_of
 from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
-from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw, step_muon
+from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
 from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.verdict import agree_on_step
-from dmuon_hf.core.optim.workload import newton_schulz_calls
 
 __all__ = ["Muon"]
 
@@ -91,6 +89,11 @@ class Muon(Optimizer):
             ``"spectral"`` (``sqrt(out / in)``) or ``"none"``; ``convert_lr`` translates between them.
         defer_state: Make the state in ``rebind`` or the first ``step``, for a model that is yet to be sharded: the
             state of whole embeddings would be large, and thrown away.
+        predicate: ``(name, param) -> bool``, with canonical names: which of the parameters that are not dedicated Muon
+            updates where they are, DTensors of any layout as well as plain ones, ``(out, in)`` or stacks
+            ``(count, out, in)``.
+        matrix_spec_fn: ``(name, param) -> MatrixSpec | None``: how those decompose into logical matrices, in a stack
+            each member; ``None`` is one whole matrix.
 
     Raises:
         ConfigurationError: No dedicated matrix, an argument out of range, or ``param_groups`` that do not fit the
@@ -129,6 +132,8 @@ class Muon(Optimizer):
         *,
         lr_scale: LrScale = "match_rms_adamw",
         defer_state: bool = False,
+        predicate: Predicate | None = None,
+        matrix_spec_fn: MatrixSpecFn | None = None,
     ) -> None:
         require_defaults(
             record_step_profile=record_step_profile,
@@ -151,7 +156,8 @@ class Muon(Optimizer):
             adamw={"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay},
         )
         self._model = model
-        self._runtime = runtime_with_matrices(model)
+        self._selection = Selection(predicate, matrix_spec_fn)
+        self._runtime, self._sources = sources_of(model, self._selection)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
         if isinstance(self._orthogonalize, NewtonSchulz):
             require_same_on_all_ranks(self._orthogonalize, self._ranks)
@@ -175,19 +181,23 @@ class Muon(Optimizer):
         if not defer_state:
             self._reset_state()
         self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
-        if debug_enabled():
+        if debug_enabled() and self._runtime.dedicated:
             self.register_step_post_hook(lambda *_: check_replicas(self._model))
 
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _lower(self, user_groups: Iterable[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
-        lowered = lower_groups(trainable_parameters(self._model), self._runtime.dedicated.keys(), user_groups, defaults)
+        lowered = lower_groups(trainable_parameters(self._model), self._muon_names, user_groups, defaults)
         if not any(group.options["route"] == "muon" for group in lowered):
             raise ConfigurationError(
                 "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them or widen the "
                 "predicate of dedicate_params()"
             )
         return lowered
+
+    @property
+    def _muon_names(self) -> set[str]:
+        return {name for source in self._sources for name in source.params}
 
     @property
     def _ranks(self) -> RankGroup:
@@ -199,9 +209,9 @@ class Muon(Optimizer):
         """Let the first rank time kernels for what any rank will run, if the user asked for that. Collective then."""
         ns = self._orthogonalize
         if isinstance(ns, NewtonSchulz) and ns.tuner is not None:
-            autotune_on_first_rank(
-                ns, newton_schulz_calls(self._runtime.matrix_units, muon_rules(self.param_groups)), self._ranks
-            )
+            rules = muon_rules(self.param_groups)
+            calls = set[Call]().union(*(source.newton_schulz_calls(rules, ns) for source in self._sources))
+            autotune_on_first_rank(ns, calls, self._ranks)
 
     def _reset_state(self) -> None:
         self.state.clear()
@@ -232,10 +242,11 @@ class Muon(Optimizer):
             ConfigurationError: A parameter of a group is gone or changed its route, or a trainable one is in no group;
                 the names are listed and nothing is changed.
         """
-        runtime = runtime_with_matrices(model)
+        runtime, sources = sources_of(model, self._selection)
         by_name = trainable_parameters(model)
-        check_rebindable(self.param_groups, self._names, by_name, runtime.dedicated)
-        self._model, self._runtime = model, runtime
+        muon_names = {name for source in sources for name in source.params}
+        check_rebindable(self.param_groups, self._names, by_name, muon_names)
+        self._model, self._runtime, self._sources = model, runtime, sources
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"] = [by_name[name] for name in names]
         self._autotune()
@@ -276,11 +287,12 @@ class Muon(Optimizer):
         That includes what FSDP2 keeps of passes under ``no_sync``, or of one that an exception ended, which the
         ``zero_grad`` of other optimizers leaves for the next step.
 
-        ``set_to_none=False`` zeroes the gradients of the adamw route instead. Those of dedicated matrices are dropped
-        always: a zero gradient would count as one, and decay the momentum.
+        ``set_to_none=False`` zeroes the gradients of the adamw route instead. Those of matrices are dropped always: a
+        zero gradient would count as one, and decay the momentum.
         """
-        for matrix in self._runtime.dedicated.values():
-            matrix.param.grad = None
+        for source in self._sources:
+            for param in source.params.values():
+                param.grad = None
         super().zero_grad(set_to_none=set_to_none)
         self._runtime.discard_grads()
 
@@ -309,19 +321,21 @@ class Muon(Optimizer):
         # Attributes that torch.amp.GradScaler sets for the time of the call.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with torch.profiler.record_function("dmuon::agreement"):
-            verdict = agree_on_step(runtime, local_grads(self.param_groups), grad_scale=grad_scale, found_inf=found_inf)
+            verdict = agree_on_step(
+                runtime,
+                [source.flags() for source in self._sources],
+                local_grads(self.param_groups),
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
         if not verdict.finite:
             self._count_skip()
             return loss
         take_cycled_momentum(self.param_groups)
-        self.ns_matrices += step_muon(
-            self.param_groups,
-            self.state,
-            runtime,
-            verdict.reached,
-            self._orthogonalize,
-            on_batch=self._progress.on_batch if self._progress.active else None,
-        )
+        rules = muon_rules(self.param_groups)
+        on_batch = self._progress.on_batch if self._progress.active else None
+        for source, reached in zip(self._sources, verdict.reached, strict=True):
+            self.ns_matrices += source.update(rules, self.state, reached, self._orthogonalize, on_batch=on_batch)
         self._progress.finish()
         for group in self.param_groups:
             if group["route"] == "adamw":
@@ -337,10 +351,11 @@ class Muon(Optimizer):
         if not self.state:
             self._reset_state()
         follow_parameters(self.state)
-        dtypes = {str(m.param.dtype) for m in self._runtime.dedicated.values() if m.param.dtype.itemsize < 4}
+        params = [param for source in self._sources for param in source.params.values()]
+        dtypes = {str(param.dtype) for param in params if param.dtype.itemsize < 4}
         if dtypes and _is_first_rank():
             logger.warning(
-                "dedicated weights are kept in %s: each update is computed in fp32 and rounded, so small ones are "
+                "matrices are kept in %s: each update is computed in fp32 and rounded, so small ones are "
                 "lost. Load the model in float32 and use mixed precision for the computation.",
                 ", ".join(sorted(dtypes)),
             )
@@ -360,14 +375,17 @@ class Muon(Optimizer):
         """The runtime of the model this optimizer belongs to."""
         return self._runtime
 
-    def owned_gradients(self) -> dict[str, Tensor]:
-        """Live local gradients of the matrices this rank owns, by canonical name; without those that have none."""
-        with torch.no_grad():
-            return {
-                name: local_tensor(matrix.param.grad, name)
-                for name, matrix in self._runtime.dedicated.items()
-                if matrix.is_owner and matrix.param.grad is not None
-            }
+    @property
+    def sources(self) -> tuple[MatrixSource, ...]:
+        """Where the matrices of the muon route are."""
+        return self._sources
+
+    def matrix_gradients(self) -> dict[str, Tensor]:
+        """Live gradients of the matrices that this rank holds some of, by canonical name; without those that have none.
+
+        A DTensor lies on other ranks too; a plain one is this rank's alone.
+        """
+        return {name: grad for source in self._sources for name, grad in source.gradients().items()}
 
     def clip_grad_norm_(
         self,
@@ -378,7 +396,7 @@ class Muon(Optimizer):
         foreach: bool | None = None,
         strategy: str | MuonGradClipStrategy | None = None,
     ) -> MuonGradClipStats:
-        """Clip the gradients of dedicated matrices only; ``None`` stands for the default of ``clip_grad_norm_``."""
+        """Clip the gradients of matrices only; ``None`` stands for the default of ``clip_grad_norm_``."""
         return clip_grad_norm_(
             self,
             max_norm,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["clip_coefficient", "norm_power", "root_of_power", "scale_"]
+__all__ = ["clip_coefficient", "norm_power", "root_of_power", "scale_", "weighted_norm_power"]
 
 
 def norm_power(
@@ -42,6 +42,23 @@ def norm_power(
             total = torch.maximum(total, stacked.max())
         else:
             total = total + stacked.pow(norm_type).sum()
+    return total
+
+
+def weighted_norm_power(
+    parts: Sequence[tuple[Tensor, float]],
+    norm_type: float,
+    *,
+    device: torch.device,
+    foreach: bool | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """:func:`norm_power` of tensors whose elements count by a weight in the sum; a maximum has no use for it."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for weight in dict.fromkeys(weight for _, weight in parts):
+        alike = [tensor for tensor, other in parts if other == weight]
+        power = norm_power(alike, norm_type, device=device, foreach=foreach, chunk_size=chunk_size)
+        total = torch.maximum(total, power) if math.isinf(norm_type) else total + weight * power
     return total
 
 

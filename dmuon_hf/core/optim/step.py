@@ -1,22 +1,19 @@
-"""What a step does to each route, once all ranks have agreed on it."""
+"""What a step reads from the groups, and what it does to the adamw route."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.adamw import apply_adamw
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.groups import scalar
-from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OptimizerRuntime
-from dmuon_hf.core.optim.sweep import sweep
-from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
+from dmuon_hf.core.optim.update import MuonRule
 
-__all__ = ["local_grads", "muon_rules", "step_adamw", "step_muon"]
+__all__ = ["local_grads", "muon_rules", "step_adamw"]
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, Mapping[str, Tensor]]
@@ -47,58 +44,6 @@ def muon_rules(groups: Iterable[Group]) -> dict[int, MuonRule]:
             )
             rules |= dict.fromkeys(map(id, group["params"]), rule)
     return rules
-
-
-def step_muon(
-    groups: Iterable[Group],
-    state: State,
-    runtime: OptimizerRuntime,
-    reached: Sequence[bool],
-    orthogonalize: Orthogonalize,
-    *,
-    on_batch: Callable[[Sequence[OwnedMatrix]], None] | None = None,
-) -> int:
-    """Update the matrices of the groups that some rank has a gradient for, as far as this rank owns them.
-
-    Publishes every unit, so that it is collective under HSDP.
-
-    Args:
-        groups: The optimizer's groups, of both routes.
-        state: The optimizer's state.
-        runtime: Runtime of the model.
-        reached: Per dedicated matrix, in plan order: some rank has a gradient for it.
-        orthogonalize: Newton-Schulz.
-        on_batch: Called before each batch with its matrices.
-
-    Returns:
-        Logical matrices orthogonalised here.
-
-    Raises:
-        ConfigurationError: A gradient is gone; before anything is updated.
-    """
-    all_rules = muon_rules(groups)
-    rules: dict[int, MuonRule] = {}
-    mine: dict[int, OwnedMatrix] = {}
-    for matrix, has_grad in zip(runtime.dedicated.values(), reached, strict=True):
-        key = id(matrix.param)
-        if has_grad and key in all_rules:
-            rules[key] = all_rules[key]
-            if matrix.is_owner:
-                mine[key] = _owned_matrix(matrix, state[matrix.param]["momentum_buffer"])
-    return sweep(runtime.matrix_units, rules, mine, orthogonalize, on_batch=on_batch)
-
-
-def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor) -> OwnedMatrix:
-    param = matrix.param
-    if param.grad is None:
-        raise ConfigurationError(f"the gradient of {matrix.name!r} is gone: set no .grad to None before step()")
-    return OwnedMatrix(
-        name=matrix.name,
-        weight=local_tensor(param, matrix.name),
-        grad=local_tensor(param.grad, matrix.name),
-        momentum=local_tensor(momentum, matrix.name),
-        spec=matrix.spec,
-    )
 
 
 def step_adamw(group: Group, state: State) -> None:

@@ -1,8 +1,8 @@
 """One small agreement per step: whether every rank steps, and which matrices.
 
 [Note: lockstep] A rank must not decide from what it holds. Each rank puts into one fp32 vector whether its gradients
-are finite, how many backward passes it has run, and which dedicated matrices it saw a gradient for; the elementwise
-maximum over all data-parallel ranks is the same everywhere, and so is every decision taken from it.
+are finite, how many backward passes it has run, and which matrices of every source it saw a gradient for; the
+elementwise maximum over all data-parallel ranks is the same everywhere, and so is every decision taken from it.
 
 It is issued by ``step()`` and not when backward ends: clipping, unscaling and the caller may write gradients in
 between, on one rank and not on another, and a second agreement about that would cost what the first one saves.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,12 +30,17 @@ class StepVerdict:
     """What all ranks do in this step; equal on every rank."""
 
     finite: bool
-    reached: tuple[bool, ...]
-    """Per dedicated matrix, in plan order: some rank saw a gradient."""
+    reached: tuple[tuple[bool, ...], ...]
+    """Per source and flag: some rank saw a gradient."""
 
 
 def agree_on_step(
-    runtime: OptimizerRuntime, grads: Sequence[Tensor], *, grad_scale: Tensor | None, found_inf: Tensor | None
+    runtime: OptimizerRuntime,
+    flags: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> StepVerdict:
     """Unscale the gradients and agree with all data-parallel ranks on this step.
 
@@ -42,6 +48,7 @@ def agree_on_step(
 
     Args:
         runtime: Runtime of the model, its gradients prepared.
+        flags: Those of every source.
         grads: Every gradient this rank holds, local tensors.
         grad_scale: Loss scale that they carry, or ``None``; they are divided by it in place.
         found_inf: What a gradient scaler found on this rank, or ``None`` without one.
@@ -51,16 +58,20 @@ def agree_on_step(
     """
     device = runtime.topology.device
     count = runtime.backward_count
-    mine = torch.tensor([0.0, count, -count, *map(float, runtime.grad_flags())], dtype=torch.float32)
-    values = host_to_device(mine, device)
+    mine = torch.tensor([0.0, count, -count], dtype=torch.float32)
+    values = torch.cat([host_to_device(part, device) for part in (mine, *flags)])
     values[:1] = check_and_unscale_(grads, grad_scale, device)
     if found_inf is not None:
         values[:1] = torch.maximum(values[:1], (found_inf.to(device) != 0).to(torch.float32))
-    nonfinite, most, least_negated, *reached = runtime.agree(values).tolist()
+    nonfinite, most, least_negated, *agreed = runtime.agree(values).tolist()
     if most != -least_negated:
         raise LockstepError(
             f"step() found between {-least_negated:.0f} and {most:.0f} backward passes since zero_grad() on the ranks, "
             f"{count} on this one. Every data-parallel rank must run the same number of synchronised backward passes "
             "before step(); feed all ranks the same number of batches."
         )
-    return StepVerdict(finite=nonfinite == 0.0, reached=tuple(flag != 0.0 for flag in reached))
+    ends = list(accumulate(len(part) for part in flags))
+    reached = tuple(
+        tuple(flag != 0.0 for flag in agreed[end - len(part) : end]) for part, end in zip(flags, ends, strict=True)
+    )
+    return StepVerdict(finite=nonfinite == 0.0, reached=reached)

@@ -8,6 +8,19 @@ and ``step`` are one optimizer step; ``source`` is what the optimizer holds. Lat
 from __future__ import annotations
 
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, Task, make_sharded_plan
-from dmuon_hf.core.sharded.source import Hand, ShardedMatrix, ShardedSource
+from dmuon_hf.core.sharded.ranks import Team, join, ranks_of
+from dmuon_hf.core.sharded.source import ShardedMatrix, ShardedSource
+from dmuon_hf.core.sharded.surroundings import Surroundings
 
-__all__ = ["Hand", "ShardedEntry", "ShardedMatrix", "ShardedPlan", "ShardedSource", "Task", "make_sharded_plan"]
+__all__ = [
+    "ShardedEntry",
+    "ShardedMatrix",
+    "ShardedPlan",
+    "ShardedSource",
+    "Surroundings",
+    "Task",
+    "Team",
+    "join",
+    "make_sharded_plan",
+    "ranks_of",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from dmuon_hf.core.optim.interfaces import OnBatch
 from dmuon_hf.core.optim.update import (
     MuonRule,
     Orthogonalize,
@@ -18,14 +19,16 @@ from dmuon_hf.core.optim.update import (
     apply_updates,
     orthogonal_updates,
 )
+from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.sharded.exchange import Exchange, Parcel, Shipment
 from dmuon_hf.core.sharded.itinerary import Leg, Stop
 from dmuon_hf.core.sharded.plan import ShardedEntry
 from dmuon_hf.core.sharded.wire import header_numel, read_parts, write_parts
 
-__all__ = ["Bucket", "OnBatch", "Part"]
+__all__ = ["Bucket", "Part", "alike"]
 
-OnBatch = Callable[[Sequence[OwnedMatrix]], None]
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class Part:
     matrix: OwnedMatrix
     entry: ShardedEntry
     rule: MuonRule
+
+    @property
+    def decomposition(self) -> tuple[tuple[int, int], MatrixSpec, MuonRule]:
+        """What matrices of one stack have in common."""
+        return self.entry.stored, self.entry.spec, self.rule
 
 
 class Bucket:
@@ -57,7 +65,7 @@ class Bucket:
     def send_directions(self) -> None:
         """Advance the momentum of every part and send directions to their workers. Collective."""
         directions: dict[int, Tensor] = {}
-        for rule, tasks in self._by(lambda part: part.rule).items():
+        for rule, tasks in alike(self._parts, lambda task: self._parts[task].rule).items():
             advanced = advance_momentum([self._parts[task].matrix for task in tasks], rule)
             directions.update(zip(tasks, advanced, strict=True))
         header = header_numel(self._dtype)
@@ -98,20 +106,18 @@ class Bucket:
             leg.task: segment.view(leg.shape).to(self._parts[leg.task].matrix.weight.device)
             for leg, segment in zip(self._stop.gets, received, strict=True)
         }
-        for (rule, _), tasks in self._by(lambda part: (part.rule, part.matrix.weight.dtype)).items():
+        groups = alike(self._parts, lambda task: (self._parts[task].rule, self._parts[task].matrix.weight.dtype))
+        for (rule, _), tasks in groups.items():
             apply_updates([self._parts[task].matrix for task in tasks], [updates[task] for task in tasks], rule)
 
     def _assembled(self) -> tuple[list[Stack], list[list[int]]]:
         """Stacks of whole directions, one for each stored shape, decomposition and rule, and the tasks in them."""
         received = self._received()
         received = read_parts(received, [self._stop.work.index(leg.task) for leg in self._stop.takes])
-        alike: dict[Any, list[int]] = {}
-        for task in self._stop.work:
-            part = self._parts[task]
-            alike.setdefault((part.entry.stored, part.entry.spec, part.rule), []).append(task)
+        groups = alike(self._stop.work, lambda task: self._parts[task].decomposition)
         stacks: list[Stack] = []
         target: dict[int, Tensor] = {}
-        for (stored, spec, rule), tasks in alike.items():
+        for (stored, spec, rule), tasks in groups.items():
             stack = torch.empty((len(tasks), *stored), dtype=self._dtype, device=self._exchange.team.device)
             stacks.append(Stack(stack, spec, rule))
             target.update(zip(tasks, stack.unbind(0), strict=True))
@@ -122,7 +128,7 @@ class Bucket:
                 for part, whole in leg.blocks(segment.view(leg.shape), target[leg.task])
             ]
         )
-        return stacks, list(alike.values())
+        return stacks, list(groups.values())
 
     def _ship(self, outgoing: Sequence[Leg], incoming: Sequence[Leg], *, header: int = 0) -> Shipment:
         return Shipment(self._exchange, _parcels(outgoing, header), _parcels(incoming, header), self._dtype)
@@ -133,12 +139,13 @@ class Bucket:
         shipment, self._shipment = self._shipment, None
         return shipment.wait()
 
-    def _by(self, key: Callable[[Part], Any]) -> dict[Any, list[int]]:
-        """Tasks by what their parts have in common."""
-        alike: dict[Any, list[int]] = {}
-        for task, part in self._parts.items():
-            alike.setdefault(key(part), []).append(task)
-        return alike
+
+def alike(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by what they have in common, in order of first appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def _parcels(legs: Sequence[Leg], header: int) -> list[Parcel]:

@@ -54,6 +54,11 @@ class ShardedEntry:
         return self.layout.shape[-2], self.layout.shape[-1]
 
     @property
+    def momentum_dtype(self) -> torch.dtype:
+        """Momentum and update are computed in fp32, in fp64 for fp64 parameters."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def is_stack(self) -> bool:
         return len(self.layout.shape) == 3
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from dmuon_hf.core.process_groups import clone_group
 from dmuon_hf.core.sharded.layout import ShardLayout, SplitOrder
 from dmuon_hf.core.sharded.plan import ShardedEntry
 
-__all__ = ["Team", "agree_on_entries", "join"]
+__all__ = ["Team", "agree_on_entries", "join", "ranks_of"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Team:
     device: torch.device
     group: ProcessGroup | None = None
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """What each rank passes, in the order of ``ranks``. Collective."""
         if self.group is None:
             return [value]
@@ -41,30 +43,55 @@ class Team:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """A small tensor reduced over the team. Collective."""
+        if self.group is None:
+            return values
+        result = values.detach().to(self.device, copy=True)
+        dist.all_reduce(result, op=op, group=self.group)
+        return result
 
-def join(tensors: Sequence[Tensor], *, purpose: str = "sharded") -> Team:
+
+def ranks_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Global ranks of all meshes that ``tensors`` lie on; see :func:`join`."""
+    covering = _covering_mesh(tensors)
+    if covering is not None:
+        return sorted(_members(covering))
+    return list(range(dist.get_world_size())) if any(isinstance(tensor, DTensor) for tensor in tensors) else []
+
+
+def join(tensors: Sequence[Tensor]) -> Team:
     """The ranks of all meshes that ``tensors`` lie on, with a group of their own. Collective over them.
 
     They are those of one tensor's mesh that contains all others, else of a root mesh that does, else the whole world:
     a rank cannot see meshes that it is not part of. Plain tensors belong to this rank alone.
     """
-    meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+    ranks = ranks_of(tensors)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if not meshes:
+    if not ranks:
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         return Team((rank,), rank, device)
+    covering = _covering_mesh(tensors)
+    meshes = _meshes(tensors)
     device = device_of_mesh(meshes[0])
-    needed = {member for mesh in meshes for member in _members(mesh)}
-    roots = [mesh._get_root_mesh() for mesh in meshes]
-    covering = next((mesh for mesh in [*meshes, *roots] if needed <= set(_members(mesh))), None)
-    if covering is not None:
-        ranks = sorted(_members(covering))
-        links = [covering.get_group(dim) for dim in range(covering.ndim)]
-    else:
-        ranks, links = list(range(dist.get_world_size())), [dist.distributed_c10d._get_default_group()]
     if len(ranks) == 1:
         return Team((rank,), rank, device)
-    return Team(tuple(ranks), rank, device, clone_group(ranks, like=links[0], purpose=purpose, across=links))
+    if covering is not None:
+        links = [covering.get_group(dim) for dim in range(covering.ndim)]
+    else:
+        links = [dist.distributed_c10d._get_default_group()]
+    return Team(tuple(ranks), rank, device, clone_group(ranks, like=links[0], purpose="sharded", across=links))
+
+
+def _meshes(tensors: Sequence[Tensor]) -> list[DeviceMesh]:
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+
+
+def _covering_mesh(tensors: Sequence[Tensor]) -> DeviceMesh | None:
+    meshes = _meshes(tensors)
+    needed = {member for mesh in meshes for member in _members(mesh)}
+    roots = [mesh._get_root_mesh() for mesh in meshes]
+    return next((mesh for mesh in [*meshes, *roots] if needed <= set(_members(mesh))), None)
 
 
 def agree_on_entries(

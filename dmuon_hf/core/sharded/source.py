@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.gradients import local_tensor
+from dmuon_hf.core.optim.interfaces import OnBatch
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec
-from dmuon_hf.core.sharded.bucket import OnBatch
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.layout import layout_of
@@ -25,8 +25,9 @@ from dmuon_hf.core.sharded.plan import BUCKET_NUMEL, ShardedEntry, make_sharded_
 from dmuon_hf.core.sharded.ranks import agree_on_entries, join
 from dmuon_hf.core.sharded.runs import placed
 from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
+from dmuon_hf.core.sharded.workload import newton_schulz_calls
 
-__all__ = ["Hand", "ShardedMatrix", "ShardedSource"]
+__all__ = ["ShardedMatrix", "ShardedSource"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,14 @@ class ShardedMatrix:
     """One parameter: ``(out, in)``, or a stack ``(count, out, in)`` whose every member ``spec`` describes."""
 
     name: str
-    param: Tensor
+    param: nn.Parameter
     spec: MatrixSpec = field(default_factory=MatrixSpec)
 
 
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """What the optimizer brings for one parameter in one step: its momentum, and the rule of its group."""
-
-    momentum: Tensor
-    rule: MuonRule
-
-
 class ShardedSource:
-    """The sharded parameters of one optimizer, their workers and their exchange.
+    """`MatrixSource` of the parameters of one optimizer that stay where they are, their workers and their exchange.
 
-    All ranks of the parameters' meshes construct it and call ``update`` together.
+    All ranks of the parameters' meshes construct it together.
 
     Args:
         matrices: This rank's parameters.
@@ -60,6 +53,8 @@ class ShardedSource:
         ConfigurationError: A parameter is neither a matrix nor a stack, or its local tensors do not fit its placements.
         LockstepError: The ranks have different parameters.
     """
+
+    route = "sharded_muon"
 
     def __init__(
         self,
@@ -91,20 +86,19 @@ class ShardedSource:
         self._exchange = Exchange(self.team)
         self._first_flag = _offsets(entry.count for entry in self.plan.entries)
 
+    @property
+    def params(self) -> Mapping[str, nn.Parameter]:
+        return {name: matrix.param for name, matrix in self.matrices.items()}
+
     # -- what is to be agreed on -------------------------------------------------------------------------------------
 
-    @property
-    def flag_count(self) -> int:
-        """Flags of all ranks: one for each stored matrix."""
-        return sum(entry.count for entry in self.plan.entries)
-
+    @torch.no_grad()
     def flags(self) -> Tensor:
-        """Per stored matrix whether this rank saw a gradient: float32 ``(flag_count,)`` on the team's device.
+        """Per stored matrix of all ranks whether this one saw a gradient for it.
 
         A member of a stack has one where its part here is not zero: an expert without tokens gets zeros.
-        The elementwise maximum over all ranks says which matrices ``update`` is to take. Does not synchronise.
         """
-        flags = torch.zeros(self.flag_count, dtype=torch.float32, device=self.team.device)
+        flags = torch.zeros(self._first_flag[-1], dtype=torch.float32, device=self.team.device)
         for index, entry, matrix in self._mine():
             grad = matrix.param.grad
             if grad is None:
@@ -127,44 +121,46 @@ class ShardedSource:
     @torch.no_grad()
     def update(
         self,
-        hands: Mapping[str, Hand],
+        rules: Mapping[int, MuonRule],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
         reached: Sequence[bool],
         orthogonalize: Orthogonalize,
         *,
         on_batch: OnBatch | None = None,
     ) -> int:
-        """Update momentum and weights of every matrix that some rank saw a gradient for. Collective over the team.
-
-        While one bucket is orthogonalised the directions of the next one travel.
-
-        Args:
-            hands: Momentum, laid out as the parameter, and rule of every parameter by name.
-            reached: What all ranks agreed on, per flag.
-            orthogonalize: Newton-Schulz.
-            on_batch: Called before each batch that is orthogonalised.
-
-        Returns:
-            Logical matrices that were orthogonalised on this rank.
-        """
+        """Update what this rank holds of every matrix that some rank saw a gradient for. Collective over the team."""
         local = {
             index: LocalParameter(
                 weight=local_tensor(matrix.param, matrix.name),
                 grad=self._gradient(matrix),
-                momentum=local_tensor(hands[matrix.name].momentum, matrix.name),
-                rule=hands[matrix.name].rule,
+                momentum=local_tensor(state[matrix.param]["momentum_buffer"], matrix.name),
+                rule=rules[id(matrix.param)],
             )
             for index, _, matrix in self._mine()
+            if id(matrix.param) in rules
         }
-        first = self._first_flag
+        left_alone = {name for name, matrix in self.matrices.items() if id(matrix.param) not in rules}
+        taken = [
+            [flag and entry.name not in left_alone for flag in reached[first : first + entry.count]]
+            for first, entry in zip(self._first_flag, self.plan.entries, strict=False)
+        ]
         return ShardedStep(
             self.plan,
             self._itinerary,
             self._exchange,
             local=local,
-            reached=[reached[start:stop] for start, stop in pairwise(first)],
+            reached=taken,
             orthogonalize=orthogonalize,
             on_batch=on_batch,
         ).run()
+
+    def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
+        named = {name: rules[id(m.param)] for name, m in self.matrices.items() if id(m.param) in rules}
+        return newton_schulz_calls(self.plan, named, orthogonalize, self.team.device)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every gradient, as the parameter lies."""
+        return {name: m.param.grad for name, m in self.matrices.items() if m.param.grad is not None}
 
     def _gradient(self, matrix: ShardedMatrix) -> Tensor:
         """The local gradient; zeros where this rank saw none but another one did, or none was reached."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from dmuon_hf.core.optim.interfaces import OnBatch
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix, apply_muon
-from dmuon_hf.core.sharded.bucket import Bucket, OnBatch, Part
+from dmuon_hf.core.sharded.bucket import Bucket, Part, alike
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import Itinerary, Place
 from dmuon_hf.core.sharded.plan import ShardedPlan
@@ -88,21 +88,16 @@ class ShardedStep:
         stop = self._itinerary.stops[number].only(active)
         parts = {task: self._part(place) for task, place in stop.places.items()}
         entry = next(self._plan.entries[task.entry] for task in self._plan.tasks if task.bucket == number)
-        momentum = torch.promote_types(entry.dtype, torch.float32)
-        dtype = wire_dtype(self._orthogonalize, momentum, self._exchange.team.device)
+        dtype = wire_dtype(self._orthogonalize, entry.momentum_dtype, self._exchange.team.device)
         bucket = Bucket(self._exchange, stop, parts, dtype)
         bucket.send_directions()
         return bucket
 
     def _update_whole(self) -> int:
-        by_rule: dict[MuonRule, list[OwnedMatrix]] = {}
-        for place in self._itinerary.whole:
-            if self._reached[place.entry][place.member]:
-                part = self._part(place)
-                by_rule.setdefault(part.rule, []).append(part.matrix)
+        parts = [self._part(place) for place in self._itinerary.whole if self._reached[place.entry][place.member]]
         return sum(
-            apply_muon(matrices, rule, self._orthogonalize, on_batch=self._on_batch)
-            for rule, matrices in by_rule.items()
+            apply_muon([part.matrix for part in members], rule, self._orthogonalize, on_batch=self._on_batch)
+            for rule, members in alike(parts, lambda part: part.rule).items()
         )
 
     def _part(self, place: Place) -> Part:

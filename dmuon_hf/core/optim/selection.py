@@ -1,0 +1,84 @@
+"""From a model to what ``Muon`` steps: its sources of matrices, and the runtime or surroundings they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.optim.binding import is_dedicated, runtime_with_matrices
+from dmuon_hf.core.optim.groups import trainable_parameters
+from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
+from dmuon_hf.core.optim.owned import OwnedSource
+from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource, Surroundings, join, ranks_of
+
+__all__ = ["MatrixSpecFn", "Predicate", "Selection", "sources_of"]
+
+Predicate: TypeAlias = Callable[[str, nn.Parameter], bool]
+MatrixSpecFn: TypeAlias = Callable[[str, nn.Parameter], "MatrixSpec | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which parameters without an owner are matrices, and how they decompose; none without a predicate."""
+
+    predicate: Predicate | None = None
+    matrix_spec_fn: MatrixSpecFn | None = None
+
+    def __post_init__(self) -> None:
+        if self.predicate is None and self.matrix_spec_fn is not None:
+            raise ConfigurationError(
+                "Muon(matrix_spec_fn=...) describes what its predicate selects, and there is none: pass predicate too, "
+                "or the matrix_spec_fn to dedicate_params()"
+            )
+
+    def matrices(self, model: nn.Module, dedicated: set[int]) -> list[ShardedMatrix]:
+        """The trainable parameters that the predicate selects, in the order of the model, without dedicated ones."""
+        if self.predicate is None:
+            return []
+        aliases: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(param), []).append(canonical_name(name, model))
+        chosen: list[ShardedMatrix] = []
+        for name, param in trainable_parameters(model).items():
+            if id(param) in dedicated or not any(self.predicate(alias, param) for alias in aliases[id(param)]):
+                continue
+            spec = None if self.matrix_spec_fn is None else self.matrix_spec_fn(name, param)
+            chosen.append(ShardedMatrix(name, param, spec or MatrixSpec()))
+        return chosen
+
+
+def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime, tuple[MatrixSource, ...]]:
+    """The sources of a model, and what their ranks agree through. Collective where something is selected.
+
+    Raises:
+        ConfigurationError: Nothing is dedicated or selected, or something selected is no matrix.
+        LockstepError: The ranks selected differently.
+        NotImplementedError: Selected matrices lie on ranks beyond those of the owners.
+    """
+    if selection.predicate is None or is_dedicated(model):
+        runtime = runtime_with_matrices(model)
+        dedicated = {id(matrix.param) for matrix in runtime.dedicated.values()}
+        chosen = selection.matrices(model, dedicated)
+        if not chosen:
+            return runtime, (OwnedSource(runtime),)
+        beyond = set(ranks_of([matrix.param for matrix in chosen])).difference(runtime.topology.ranks or ())
+        if beyond and runtime.topology.ranks is not None:
+            raise NotImplementedError(
+                f"{chosen[0].name} and other matrices that Muon was to update where they are lie on ranks "
+                f"{sorted(beyond)} too, where no matrix has its owner: dedicate nothing, and select all in "
+                "Muon(predicate=...)"
+            )
+        return runtime, (OwnedSource(runtime), ShardedSource(chosen))
+    chosen = selection.matrices(model, set())
+    if not chosen:
+        raise ConfigurationError(
+            "Muon's predicate selected no trainable parameter: without a single matrix this would train with AdamW "
+            "alone. Names look like " + ", ".join(list(trainable_parameters(model))[:3])
+        )
+    team = join(list(trainable_parameters(model).values()))
+    return Surroundings(model, team), (ShardedSource(chosen),)

@@ -1,0 +1,111 @@
+"""What the optimizer asks of the surroundings of a model without dedicated parameters.
+
+Gradients are synchronised by whoever sharded the model, so there are no hooks; what is left is what the ranks agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads
+from dmuon_hf.core.sharded.ranks import Team
+
+__all__ = ["Surroundings"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this rank stands in the team."""
+
+    device: torch.device
+    slot: tuple[int, int]
+    ranks: Sequence[int] | None
+
+
+class Surroundings:
+    """The ranks that step together on a model without dedicated parameters."""
+
+    def __init__(self, model: nn.Module, team: Team) -> None:
+        self._model = model
+        self._team = team
+        self.topology = _Place(
+            device=team.device,
+            slot=(team.ranks.index(team.rank), 0),
+            ranks=None if team.group is None else team.ranks,
+        )
+        self.dedicated: Mapping[str, Any] = {}
+        self.matrix_units: Sequence[Any] = ()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def backward_count(self) -> int:
+        """Nobody counts: there are no hooks."""
+        return 0
+
+    def prepare_grads(self) -> None:
+        """Give up whole weights that FSDP2 kept after a forward without a backward, which it would use again."""
+        for module in self._fsdp():
+            module.reshard()
+
+    def grad_flags(self) -> list[bool]:
+        return []
+
+    def discard_grads(self) -> None:
+        """Drop what FSDP2 keeps of passes that were never reduced."""
+        for module in self._fsdp():
+            discard_unreduced_grads(module)
+
+    def _fsdp(self) -> list[FSDPModule]:
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    # -- what the model uses -----------------------------------------------------------------------------------------
+
+    def misplaced(self, model: nn.Module) -> dict[str, str]:
+        return {}
+
+    def unsynchronised(self, param: nn.Parameter) -> str | None:
+        return None
+
+    # -- agreement ---------------------------------------------------------------------------------------------------
+
+    def agree(self, values: Tensor) -> Tensor:
+        """:meth:`maximum` once per optimizer step, on the host. Collective."""
+        return self.maximum(values).cpu()
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of a small vector over all ranks. Collective."""
+        return self._team.all_reduce(values, dist.ReduceOp.MAX)
+
+    def reduce_sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum of a small vector over all ranks. Collective."""
+        return self._team.all_reduce(values, dist.ReduceOp.SUM)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether ``condition`` holds on some rank. Collective."""
+        return bool(self.maximum(torch.tensor([float(condition)])).item())
+
+    def exchange(self, value: T) -> list[T]:
+        """What each rank passes; small and picklable. Collective."""
+        return self._team.gather(value)
+
+    def from_first(self, value: T) -> T:
+        """What the first rank passes, on all. Collective."""
+        return self._team.gather(value)[0]
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def finish_publish(self) -> None:
+        """Nothing is published: every rank updates what it holds."""
+
+    def set_forward_prefetch_depth(self, depth: int) -> None:
+        """Whoever sharded the model gathers it."""
