@@ -135,8 +135,17 @@ def check_launch(state: AcceleratorState) -> None:
             raise NotImplementedError(
                 f"{dimension}_size > 1 is not built yet; use dp_shard_size and dp_replicate_size only"
             )
-    if state.dynamo_plugin.backend.value != "NO":
-        raise NotImplementedError("torch.compile under FSDP2 is not built yet; leave dynamo_backend at 'no'")
+    _check_compile(state.dynamo_plugin)
+
+
+def _check_compile(plugin: Any) -> None:
+    """Refuse CUDA graphs: they replay fixed addresses, while whole weights are freed and allocated anew."""
+    if plugin.backend.value == "CUDAGRAPHS" or plugin.mode in ("reduce-overhead", "max-autotune"):
+        raise ConfigurationError(
+            f"torch.compile with backend {plugin.backend.value.lower()!r} and mode {plugin.mode!r} uses CUDA graphs, "
+            "which cannot follow weights that move; take torch_compile_mode (dynamo_mode) 'default' or "
+            "'max-autotune-no-cudagraphs'"
+        )
 
 
 def _check_alone() -> None:

@@ -201,3 +201,11 @@ def _from_arguments(rank: int, world: int, directory: str) -> bool:
 
 def test_fsdp_asked_for_by_training_arguments_is_fsdp2_on_cpu(tmp_path: Path) -> None:
     assert run_ranks(_from_arguments, 2, str(tmp_path), init=False) == [True, True]
+
+
+def test_torch_compile_gives_the_run_of_one_process(alone: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "per_device_train_batch_size": 4}
+    for result in run_ranks(_train, 2, str(tmp_path), False, init=False, env=fsdp_env(2), **options):
+        assert result["fsdp2"]
+        result["weights"] = {name.replace("_orig_mod.", ""): weight for name, weight in result["weights"].items()}
+        _assert_same_run(result, alone[False])
