@@ -242,11 +242,12 @@ def _decay_groups(
     """The Trainer's two groups (decayed, not decayed), which `Muon` splits by route."""
     names = _default_decay_names(model) if decay_names is None else decay_names
     decayed = {canonical_name(name, model) for name in names}
-    trainable = [(canonical_name(name, model), p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(canonical_name(name, model), parameter) for name, parameter in model.named_parameters()]
     groups = []
     for group_name, decay in (("decay", True), ("no_decay", False)):
-        members = [parameter for name, parameter in trainable if (name in decayed) is decay]
-        if members:
+        # Frozen ones as well: they join when they are unfrozen.
+        members = [parameter for name, parameter in named if (name in decayed) is decay]
+        if any(parameter.requires_grad for parameter in members):
             groups.append(
                 {
                     "params": members,

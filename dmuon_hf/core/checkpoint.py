@@ -22,6 +22,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup, world_group
 from dmuon_hf.core.lockstep import meet
 from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.core.runtime.integrity import raise_together
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.runtime import Runtime, runtime_of
 
@@ -52,6 +53,7 @@ def get_model_state_dict(
         Canonical name to tensor, none of which aliases the model. Tied names share one tensor.
 
     Raises:
+        ConfigurationError: on every rank, if on any the model was edited after `dedicate_params`.
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = _begin(model, "get_model_state_dict", timeout)
@@ -200,10 +202,11 @@ def set_optimizer_state_dict(
 
 
 def _begin(model: nn.Module, what: str, timeout: timedelta | None) -> Runtime | None:
-    """Meet the other ranks and drain what is in flight."""
+    """Meet the other ranks, refuse an edited model on all of them, and drain what is in flight."""
     runtime = runtime_of(model)
     meet(what, _group(runtime), monitor=None if runtime is None else runtime.context.monitor, timeout=timeout)
     if runtime is not None:
+        raise_together(runtime, runtime.misplaced(model))
         runtime.finish_publish()
     return runtime
 

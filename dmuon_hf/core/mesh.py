@@ -52,6 +52,11 @@ class Topology:
         return self.replicate_size > 1
 
     @property
+    def compares_replicas(self) -> bool:
+        """Whether there are several replicas, and this process can talk to them."""
+        return self.is_hsdp and self.grid is not None and self.grid.talks
+
+    @property
     def slot(self) -> tuple[int, int]:
         """This rank's owner slot ``(shard, replicate)``."""
         return (self.shard_rank, self.replicate_rank)

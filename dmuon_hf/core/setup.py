@@ -18,7 +18,9 @@ from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
 from dmuon_hf.core.mesh import Topology, check_policy, local_topology, topology_from_meshes
 from dmuon_hf.core.plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
 from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime, is_deferred
+from dmuon_hf.core.runtime.replica_check import bit_sum, first_unequal_replica, unequal_start
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
+from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
 
 __all__ = ["dedicate_params"]
 
@@ -76,7 +78,8 @@ def dedicate_params(
             shape whose values lie on its owner.
         mesh: 1-D mesh over the shard dimension, or ``None``.
         predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update.
-            Parameters that do not require a gradient are left to FSDP2 even if it is true.
+            Parameters that do not require a gradient are left to FSDP2 even if it is true, and can then not be
+            unfrozen later, since they would train with AdamW; freeze such a matrix after this call instead.
         compute_dtype: Dtype that weights are gathered and used in.
         reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3);
             ``False`` keeps them until the end of backward (Z2).
@@ -119,7 +122,8 @@ def dedicate_params(
         ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
             is already distributed, has a hook of ``register_hook``, an argument is wrong, or ``reduce_dtype``,
             ``master_dtype`` or ``source_rank`` is given in one process.
-        LockstepError: The ranks' plans differ; the message names the first difference.
+        LockstepError: The ranks' plans differ, or under HSDP the values of a selected matrix do between replicas (with
+            ``source_rank`` they need not be equal); the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
     _refuse_unbuilt(
@@ -139,7 +143,7 @@ def dedicate_params(
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
         )
-    targets, candidates = _select(
+    targets, candidates, frozen = _select(
         model,
         predicate,
         matrix_spec_fn=matrix_spec_fn,
@@ -174,6 +178,8 @@ def dedicate_params(
         },
     )
     _compare_plans(plan, topology)
+    if topology.is_hsdp and source_rank is None:
+        _compare_values(targets, topology)
     options = RuntimeOptions(
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -183,7 +189,9 @@ def dedicate_params(
         source_rank=source_rank,
     )
     runtime = build_runtime(model, plan, targets, topology, options)
+    runtime.left_frozen = frozen
     attach(model, runtime)
+    watch_state_dicts(model)
     if topology.slot == (0, 0):
         logger.info(
             "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=%s",
@@ -219,8 +227,8 @@ def _select(
     matrix_spec_fn: MatrixSpecFn | None,
     group_key_fn: AssignmentGroupKeyFn | None,
     boundary: Callable[[str, nn.Parameter], nn.Module],
-) -> tuple[dict[str, Target], list[Candidate]]:
-    """What the predicate selects, in model order; units are named by their module's path."""
+) -> tuple[dict[str, Target], list[Candidate], frozenset[str]]:
+    """What the predicate selects, in model order, and the names of what is frozen; units are named by their module."""
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -230,14 +238,14 @@ def _select(
 
     targets: dict[str, Target] = {}
     candidates: list[Candidate] = []
-    frozen = 0
+    frozen: set[str] = set()
     for param, holders in places.items():
         raw = [name for name, _, _ in holders]
         names = [canonical_name(name, model) for name in raw]
         if not any(predicate(name, param) for name in names):
             continue
         if not param.requires_grad:
-            frozen += 1
+            frozen.update(names)
             continue
         _check_param(names[0], param)
         boundaries = {boundary(name, param) for name in raw}
@@ -262,13 +270,13 @@ def _select(
     if not candidates:
         raise ConfigurationError(
             "dedicate_params selected no parameter that requires a gradient"
-            + (f" ({frozen} selected ones are frozen)" if frozen else "")
+            + (f" ({len(frozen)} selected ones are frozen)" if frozen else "")
             + ": without a single Muon matrix this would train with AdamW alone. Widen the predicate; names look like "
             + ", ".join(names for names in list(dict.fromkeys(n for h in places.values() for n, _, _ in h))[:3])
         )
     if frozen:
-        logger.info("dedicate_params: %d selected parameters are frozen and stay with FSDP2", frozen)
-    return targets, candidates
+        logger.info("dedicate_params: %d selected parameters are frozen and stay with FSDP2", len(frozen))
+    return targets, candidates, frozenset(frozen)
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
@@ -301,6 +309,22 @@ def _topology(
 def _deferred(targets: Mapping[str, Target], topology: Topology) -> str:
     """The parameters that have no values yet: the same ones on every rank, which a plan compares."""
     return ", ".join(name for name, target in targets.items() if is_deferred(target.param, topology))
+
+
+@torch.no_grad()
+def _compare_values(targets: Mapping[str, Target], topology: Topology) -> None:
+    """Refuse replicas that start with different matrices: the owner's would silently become everybody's.
+
+    Values on the meta device are not compared; a later error names them.
+    """
+    if topology.grid is None or not topology.grid.talks:
+        return
+    real = {name: target.param for name, target in targets.items() if not target.param.is_meta}
+    sums = [int(bit_sum(param).cpu()) for param in real.values()]
+
+    unequal = first_unequal_replica(topology.grid.all_gather_object, list(real), sums, topology)
+    if unequal is not None:
+        raise unequal_start(*unequal)
 
 
 def _compare_plans(plan: Plan, topology: Topology) -> None:

@@ -124,7 +124,8 @@ def all_finite(runtime: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         flags = agree(values)
         assert flags.device.type == "cpu"
         count = runtime.backward_count
-        return torch.tensor([0.0, count, -count] + [1.0] * (len(flags) - 3))
+        # That no rank has a problem, and two digests and their negatives, come before the flags.
+        return torch.tensor([0.0, count, -count] + [0.0] * 5 + [1.0] * (len(flags) - 8))
 
     return agreed
 

@@ -311,7 +311,9 @@ class Breaks(torch.autograd.Function):
 
 def broken_backward(rank: int, world: int) -> tuple[str, str]:
     model = tiny_mlp()
-    dmuon.dedicate_params(model, world_mesh(world), is_proj)
+    mesh = world_mesh(world)
+    dmuon.dedicate_params(model, mesh, is_proj)
+    fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model)
     handle = model.layers[1].register_forward_hook(lambda m, a, out: Breaks.apply(out))
     with pytest.raises(RuntimeError, match="out of memory"):

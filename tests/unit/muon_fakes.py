@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dmuon_hf.core.optim import Muon, binding
 from dmuon_hf.core.plan import MatrixSpec
+
+T = TypeVar("T")
 
 
 class Net(nn.Module):
@@ -72,13 +74,16 @@ class FakeRuntime:
 
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
-        self.topology = SimpleNamespace(device=torch.device("cpu"), slot=(0, 0), ranks=None)
+        self.topology = SimpleNamespace(
+            device=torch.device("cpu"), slot=(0, 0), ranks=None, compares_replicas=True, shard_size=1
+        )
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))
             for name, param in model.named_parameters()
             if is_dedicated(name)
         }
         self.backward_count = 1
+        self.left_frozen: frozenset[str] = frozenset()
         self.calls: list[str] = []
         self.prefetch_depth: int | None = None
         self.others: Callable[[Tensor], Tensor] = lambda values: values
@@ -95,6 +100,18 @@ class FakeRuntime:
 
     def from_first(self, value: Any) -> Any:
         return value
+
+    def misplaced(self, model: nn.Module) -> dict[str, str]:
+        return {}
+
+    def unsynchronised(self, param: nn.Parameter) -> str | None:
+        return None
+
+    def any_rank(self, condition: bool) -> bool:
+        return condition
+
+    def exchange(self, value: T) -> list[T]:
+        return [value]
 
     def agree(self, values: Tensor) -> Tensor:
         self.calls.append("agree")

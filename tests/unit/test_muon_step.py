@@ -290,9 +290,7 @@ def test_parameters_swapped_behind_the_optimizer_are_named(monkeypatch: pytest.M
     setup = build(monkeypatch)
     setup.model.head.bias = nn.Parameter(torch.zeros(3))
     backward(setup.model, 0)
-    with pytest.raises(
-        ConfigurationError, match=r"not in a group: \['head.bias'\]; no longer in the model: \['head.bias'\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"head.bias: the parameter that .* holds is no longer in the model"):
         setup.optimizer.step()
 
 

@@ -13,7 +13,15 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.scaling import LR_SCALES
 from dmuon_hf.core.plan import canonical_name
 
-__all__ = ["DEFAULT_GROUP", "Defaults", "LoweredGroup", "lower_groups", "scalar", "trainable_parameters"]
+__all__ = [
+    "DEFAULT_GROUP",
+    "Defaults",
+    "LoweredGroup",
+    "frozen_parameters",
+    "lower_groups",
+    "scalar",
+    "trainable_parameters",
+]
 
 DEFAULT_GROUP: Final = "default"
 
@@ -53,9 +61,16 @@ class LoweredGroup:
     names: list[str]
     params: list[nn.Parameter]
     options: dict[str, Any] = field(default_factory=dict)
+    waiting: frozenset[str] = frozenset()
+    """Frozen parameters of the user's group, which join the one of their route when they are unfrozen."""
 
     def as_param_group(self) -> dict[str, Any]:
         return {"params": list(self.params), **self.options}
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The others, in the form of :func:`trainable_parameters`."""
+    return {canonical_name(name, model): param for name, param in model.named_parameters() if not param.requires_grad}
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -68,6 +83,7 @@ def lower_groups(
     muon_names: Collection[str],
     user_groups: Iterable[Mapping[str, Any]] | None,
     defaults: Defaults,
+    frozen: Mapping[str, nn.Parameter] | None = None,
 ) -> list[LoweredGroup]:
     """Lower the user's groups to muon and adamw groups, none of them empty.
 
@@ -76,28 +92,31 @@ def lower_groups(
         muon_names: Canonical names of the parameters on the muon route.
         user_groups: Semantic groups of ``Muon(param_groups=...)``, or ``None`` for one group of everything.
         defaults: Hyperparameters for what a group leaves out.
+        frozen: Canonical name to parameter, what else the model holds; groups may list any of it, or none.
 
     Raises:
-        ConfigurationError: A parameter is missing, listed twice, frozen or not the model's; a group asks for a route;
+        ConfigurationError: A parameter is missing, listed twice or not the model's; a group asks for a route;
             or a hyperparameter is out of range. The parameters and the group are named.
     """
+    everything = {**trainable, **(frozen or {})}
     if user_groups is None:
-        user_groups = [{"params": list(trainable.values()), "group_name": DEFAULT_GROUP}]
+        user_groups = [{"params": list(everything.values()), "group_name": DEFAULT_GROUP}]
     groups = [dict(group) for group in user_groups]
-    members = _assign(groups, trainable)
+    members = _assign(groups, everything, required=trainable)
     lowered: list[LoweredGroup] = []
     for index, (group, names) in enumerate(zip(groups, members, strict=True)):
         label = _label(group, index)
         _check_route(group, label)
         extra = {key: value for key, value in group.items() if key not in _CONSUMED}
         for route, table, base in (("muon", _MUON_KEYS, defaults.muon), ("adamw", _ADAMW_KEYS, defaults.adamw)):
-            chosen = [name for name in names if (name in muon_names) == (route == "muon")]
+            chosen = [name for name in names if name in trainable and (name in muon_names) == (route == "muon")]
             if not chosen:
                 continue
             options = {key: _first(group, sources, base[key]) for key, sources in table.items()}
             _check_options(options, f"{label}/{route}")
             options = {**extra, **options, "route": route, "group_name": f"{label}/{route}"}
-            lowered.append(LoweredGroup(chosen, [trainable[name] for name in chosen], options))
+            waiting = frozenset(name for name in names if name not in trainable)
+            lowered.append(LoweredGroup(chosen, [trainable[name] for name in chosen], options, waiting))
     _check_distinct([group.options["group_name"] for group in lowered])
     return lowered
 
@@ -114,9 +133,11 @@ def _first(group: Mapping[str, Any], sources: Sequence[str], default: Any) -> An
     return default
 
 
-def _assign(groups: Sequence[Mapping[str, Any]], trainable: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Names of each group in the model's order, after checking that every trainable parameter has exactly one group."""
-    name_of = {id(param): name for name, param in trainable.items()}
+def _assign(
+    groups: Sequence[Mapping[str, Any]], everything: Mapping[str, nn.Parameter], required: Collection[str]
+) -> list[list[str]]:
+    """Names of each group in the order of ``everything``, after checking that each of ``required`` has one group."""
+    name_of = {id(param): name for name, param in everything.items()}
     group_of: dict[str, int] = {}
     for index, group in enumerate(groups):
         if "params" not in group:
@@ -127,8 +148,8 @@ def _assign(groups: Sequence[Mapping[str, Any]], trainable: Mapping[str, nn.Para
             if name is None:
                 shown = given_name or f"params[{position}] of shape {tuple(param.shape)}"
                 raise ConfigurationError(
-                    f"{where} holds {shown}, which is no trainable parameter of this model. Build param_groups from "
-                    "model.named_parameters() after dedicate_params() and fully_shard(), and leave frozen ones out."
+                    f"{where} holds {shown}, which is no parameter of this model. Build param_groups from "
+                    "model.named_parameters() after dedicate_params() and fully_shard()."
                 )
             if name in group_of:
                 other = group_of[name]
@@ -136,12 +157,13 @@ def _assign(groups: Sequence[Mapping[str, Any]], trainable: Mapping[str, nn.Para
                     f"{where} holds {name!r}, which param_groups[{other}] ({_label(groups[other], other)!r}) holds too"
                 )
             group_of[name] = index
-    missing = [name for name in trainable if name not in group_of]
+    missing = [name for name in required if name not in group_of]
     if missing:
         raise ConfigurationError(f"param_groups leave out trainable parameters: {', '.join(map(repr, missing))}")
     members: list[list[str]] = [[] for _ in groups]
-    for name in trainable:
-        members[group_of[name]].append(name)
+    for name in everything:
+        if name in group_of:
+            members[group_of[name]].append(name)
     return members
 
 

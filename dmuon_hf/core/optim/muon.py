@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,13 +14,20 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.ns.agreement import Call, RankGroup, autotune_on_first_rank, require_same_on_all_ranks
 from dmuon_hf.core.optim.binding import (
-    check_held,
+    Binding,
+    check_equal_start,
     check_rebindable,
     check_replicas,
     debug_enabled,
 )
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
-from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, lower_groups, trainable_parameters
+from dmuon_hf.core.optim.groups import (
+    Defaults,
+    LoweredGroup,
+    frozen_parameters,
+    lower_groups,
+    trainable_parameters,
+)
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
@@ -69,7 +76,8 @@ class Muon(Optimizer):
         param_groups: Semantic groups, each with ``params`` and optionally ``group_name``, ``lr``, ``weight_decay`` (for
             both routes), ``muon_lr``, ``muon_weight_decay``, ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale``,
             ``adamw_lr``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``; other keys are kept. Every trainable
-            parameter is in exactly one. Each becomes ``<name>/muon`` and ``<name>/adamw``, made where not empty.
+            parameter is in exactly one; a frozen one may be in the one that it is to join when it is unfrozen. Each
+            becomes ``<name>/muon`` and ``<name>/adamw``, made where any of it trains.
         ns_backend: ``"gram"``, ``"direct"``, ``"auto"`` or a ``NewtonSchulz``.
         nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
         replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``. With
@@ -173,6 +181,8 @@ class Muon(Optimizer):
         """Statistics of the most recent ``clip_grad_norm_``."""
         lowered = self._lower(param_groups, defaults)
         self._names = [group.names for group in lowered]
+        self._waiting = [group.waiting for group in lowered]
+        self._binding = self._bind_to_model()
         super().__init__(
             [group.as_param_group() for group in lowered],
             schedule_defaults(lr=lr, momentum=momentum, weight_decay=weight_decay),
@@ -187,13 +197,17 @@ class Muon(Optimizer):
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _lower(self, user_groups: Iterable[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
-        lowered = lower_groups(trainable_parameters(self._model), self._muon_names, user_groups, defaults)
+        trainable, frozen = trainable_parameters(self._model), frozen_parameters(self._model)
+        lowered = lower_groups(trainable, self._muon_names, user_groups, defaults, frozen)
         if not any(group.options["route"] == "muon" for group in lowered):
             raise ConfigurationError(
                 "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them or widen the "
                 "predicate of dedicate_params()"
             )
         return lowered
+
+    def _bind_to_model(self) -> Binding:
+        return Binding(self._model, self._runtime, self._waiting, self._selection.predicate)
 
     @property
     def _muon_names(self) -> set[str]:
@@ -247,6 +261,7 @@ class Muon(Optimizer):
         muon_names = {name for source in sources for name in source.params}
         check_rebindable(self.param_groups, self._names, by_name, muon_names)
         self._model, self._runtime, self._sources = model, runtime, sources
+        self._binding = self._bind_to_model()
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"] = [by_name[name] for name in names]
         self._autotune()
@@ -308,7 +323,8 @@ class Muon(Optimizer):
 
         Raises:
             LockstepError: The ranks have run different numbers of backward passes since ``zero_grad``.
-            ConfigurationError: The groups do not hold the model's current parameters.
+            ConfigurationError: The groups of some rank do not hold the model's current parameters, or no rank
+                synchronises one of them. On every rank, with the weights as they were.
         """
         loss = None
         if closure is not None:
@@ -316,8 +332,10 @@ class Muon(Optimizer):
                 loss = closure()
         runtime = self._runtime
         runtime.prepare_grads()
-        if not self._bound:
-            self._bind()
+        first_step = not self._bound
+        findings = self._binding.inspect(self.param_groups, self._names)
+        if not findings.problems:
+            self._make_ready(findings.joined)
         # Attributes that torch.amp.GradScaler sets for the time of the call.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with torch.profiler.record_function("dmuon::agreement"):
@@ -325,9 +343,14 @@ class Muon(Optimizer):
                 runtime,
                 [source.flags() for source in self._sources],
                 local_grads(self.param_groups),
+                findings,
                 grad_scale=grad_scale,
                 found_inf=found_inf,
             )
+        if not verdict.sound:
+            self._binding.explain()
+        if first_step:
+            check_equal_start(runtime, self._model)
         if not verdict.finite:
             self._count_skip()
             return loss
@@ -344,12 +367,17 @@ class Muon(Optimizer):
             runtime.finish_publish()
         return loss
 
-    def _bind(self) -> None:
-        """Once per model: the groups hold its parameters, and masters that lose small updates are reported."""
-        check_held(self.param_groups, self._names, self._model)
+    def _make_ready(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
+        """Make state for parameters that have ``joined`` a group of a route, and for all where that was put off."""
+        if self._bound:
+            for param, route in joined:
+                self.state[param] = fresh_state(param, route)
+            return
         self._bound = True
         if not self.state:
             self._reset_state()
+        for param, route in joined:
+            self.state[param] = fresh_state(param, route)
         follow_parameters(self.state)
         params = [param for source in self._sources for param in source.params.values()]
         dtypes = {str(param.dtype) for param in params if param.dtype.itemsize < 4}

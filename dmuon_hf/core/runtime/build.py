@@ -137,6 +137,7 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
         spec=entry.spec,
         owner=entry.owner,
         unit=entry.unit,
+        boundary=target.boundary,
         hsdp=topology.is_hsdp,
     )
     if param is not target.param:

@@ -25,10 +25,15 @@ class DedicatedParam:
             plain one in a single process without a process group.
         spec: How the stored tensor decomposes into logical ``(out, in)`` matrices.
         owner: Owner slot ``(shard, replicate)``.
+        places: Every ``(module, attribute)`` that holds it.
         unit: Name of the hook boundary.
+        boundary: The module of that name.
     """
 
-    __slots__ = ("_hsdp", "aliases", "name", "owner", "param", "places", "spec", "unit")
+    __slots__ = (
+        "_dtype", "_hsdp",
+        "_is_meta", "_shape", "aliases", "boundary", "name", "owner", "param", "places", "spec", "unit"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class DedicatedParam:
         spec: MatrixSpec,
         owner: tuple[int, int],
         unit: str,
+        boundary: nn.Module,
         hsdp: bool,
     ) -> None:
         self.name = name
@@ -49,7 +55,9 @@ class DedicatedParam:
         self.spec = spec
         self.owner = owner
         self.unit = unit
+        self.boundary = boundary
         self._hsdp = hsdp
+        self._dtype, self._shape, self._is_meta = param.dtype, param.shape, param.is_meta
 
     @property
     def shape(self) -> torch.Size:
@@ -81,14 +89,37 @@ class DedicatedParam:
 
     @property
     def version(self) -> Version:
-        """What the current content is called; equal on all ranks while they run the same program."""
+        """What the current content is called; equal on all ranks while they run the same program.
+
+        Raises:
+            ConfigurationError: The weight was cast since it was dedicated; see :attr:`converted`.
+        """
         assert isinstance(self.param, OwnedTensor)
+        if self.param.dtype is not self._dtype:
+            raise ConfigurationError(f"{self.name}: {self.converted}")
         return (self.param.content, self.param.content.version)
 
     def mark_updated(self) -> None:
         """The owner has written its master, which the dispatcher did not see. To be called on every rank."""
         if isinstance(self.param, OwnedTensor):
             self.param.content.bump()
+
+    @property
+    def converted(self) -> str | None:
+        """Why the weight is no longer of the kind that it was dedicated as, or ``None``.
+
+        ``model.to(dtype)`` and its like change a parameter and leave the buffers that it travels in as they are.
+        """
+        if self.param.dtype is not self._dtype:
+            return (
+                f"it was cast from {self._dtype} to {self.param.dtype} after dedicate_params(): cast the model before, "
+                "or pass compute_dtype"
+            )
+        if self.param.shape != self._shape:
+            return f"its shape was changed from {tuple(self._shape)} to {tuple(self.param.shape)}"
+        if self.param.is_meta and not self._is_meta:
+            return "it was moved to the meta device and lost its values"
+        return None
 
     def install(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into every module slot of this weight."""

@@ -1,4 +1,9 @@
-"""A debug mode: after every step, compare a checksum of every parameter across ranks.
+"""Checksums that compare what different ranks hold of one model.
+
+Replicas of an HSDP grid that start apart stay apart, since only gradients are averaged: matrices with an owner are
+compared when they are dedicated (:func:`first_unequal_replica`), what FSDP2 shards in the first step
+(:func:`check_equal_start`). Both cost a pass over the local values and one small collective, once. Buffers are not
+compared: running statistics differ by nature.
 
 Ranks that drift apart train on without an error and are noticed much later, if at all. With ``DMUON_DEBUG=1`` in the
 environment of every rank, ``Muon`` runs :func:`check_replicas` at the end of each step. It gathers every unit, which
@@ -8,7 +13,9 @@ costs about as much communication as a forward.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +25,10 @@ from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.runtime import Runtime, require_runtime
 
-__all__ = ["check_replicas", "debug_enabled"]
+if TYPE_CHECKING:
+    from dmuon_hf.core.optim.interfaces import Layout, OptimizerRuntime
+
+__all__ = ["bit_sum", "check_equal_start", "check_replicas", "debug_enabled", "first_unequal_replica", "unequal_start"]
 
 _VARIABLE = "DMUON_DEBUG"
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -66,6 +76,67 @@ def check_replicas(model: nn.Module) -> None:
                     f"{name} differs between data-parallel ranks {peer} and {rank}: they no longer train one model. "
                     "Parameters must change through the optimizer or through loading, on every rank alike."
                 )
+
+
+@torch.no_grad()
+def check_equal_start(runtime: OptimizerRuntime, model: nn.Module) -> None:
+    """Compare what FSDP2 shards, and what no rank shards, between the replicas of an HSDP grid. Collective.
+
+    Raises:
+        LockstepError: A parameter differs; the message names the first. On every rank.
+    """
+    topology = runtime.topology
+    if not topology.compares_replicas:
+        return
+    sums = {
+        name: bit_sum(param.to_local() if isinstance(param, DTensor) else param)
+        for name, param in model.named_parameters()
+        if not isinstance(param, OwnedTensor)
+    }
+    values = torch.stack(list(sums.values())).cpu().tolist() if sums else []
+    unequal = first_unequal_replica(runtime.exchange, list(sums), values, topology)
+    if unequal is not None:
+        raise unequal_start(*unequal)
+
+
+def unequal_start(name: str, rank: int, peer: int) -> LockstepError:
+    """The error for what :func:`first_unequal_replica` found."""
+    return LockstepError(
+        f"{name} differs between data-parallel ranks {peer} and {rank}, which are replicas of each other: they would "
+        "never train one model. Initialise every rank from one seed or one checkpoint, new heads as well."
+    )
+
+
+def first_unequal_replica(
+    exchange: Callable[[Any], list[Any]], names: Sequence[str], sums: Sequence[int], topology: Layout
+) -> tuple[str, int, int] | None:
+    """The first of ``names`` whose sum differs between a rank and the rank of its shard in replica 0, and the two.
+
+    Args:
+        exchange: Gives what each data-parallel rank passes, by flat rank. Called on all ranks: once, and once more if
+            anything differs.
+        names: What is compared, the same on every rank.
+        sums: :func:`bit_sum` of each.
+        topology: Where this rank stands.
+    """
+    digests = exchange(zlib.crc32(repr((names, sums)).encode()))
+    if all(digest == digests[rank % topology.shard_size] for rank, digest in enumerate(digests)):
+        return None
+    table: list[dict[str, int]] = exchange(dict(zip(names, sums, strict=True)))
+    for rank, row in enumerate(table):
+        first = table[rank % topology.shard_size]
+        for name in dict.fromkeys((*first, *row)):
+            if first.get(name) != row.get(name):
+                return name, rank, rank % topology.shard_size
+    return None
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The bits of all elements as integers, added up modulo 2**64: one pass over the values and no copy of them."""
+    tensor = tensor.detach().contiguous().view(-1)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).view(-1)
+    return tensor.view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _held(model: nn.Module, runtime: Runtime) -> Iterator[tuple[str, Tensor, int]]:

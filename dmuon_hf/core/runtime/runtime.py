@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interrupted_pass, zero_sharded_grads
 from dmuon_hf.core.runtime.fsdp_units import note_root
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
+from dmuon_hf.core.runtime.integrity import misplaced, unsynchronised
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.unit import Unit
@@ -30,6 +31,8 @@ from dmuon_hf.core.runtime.unit import Unit
 __all__ = ["Runtime", "attach", "hidden", "require_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_dmuon_runtime"
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -57,6 +60,9 @@ class Runtime:
         self.backward = BackwardPass(self.units, delay_second_stage=delay_second_stage)
         self.prefetcher = Prefetcher(self.units)
         self._root: nn.Module | None = None
+        self.is_hidden = False
+        self.left_frozen: frozenset[str] = frozenset()
+        """Canonical names of what the predicate selected and was frozen then, so that it has no owner."""
         self._fsdp_modules: list[FSDPModule] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -72,6 +78,7 @@ class Runtime:
             delay_second_stage=True,
         )
         copied._root = copy.deepcopy(self._root, memo)
+        copied.left_frozen = self.left_frozen
         return copied
 
     # -- hooks --------------------------------------------------------------------------------------------------------
@@ -165,6 +172,16 @@ class Runtime:
             zero_sharded_grads(module, set_to_none=set_to_none)
         self.discard_grads()
 
+    # -- what the model uses ------------------------------------------------------------------------------------------
+
+    def misplaced(self, model: nn.Module) -> dict[str, str]:
+        """See :func:`~dmuon_hf.core.runtime.integrity.misplaced`."""
+        return misplaced(self, model)
+
+    def unsynchronised(self, param: nn.Parameter) -> str | None:
+        """See :func:`~dmuon_hf.core.runtime.integrity.unsynchronised`."""
+        return unsynchronised(self, param)
+
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def agree(self, values: Tensor) -> Tensor:
@@ -184,6 +201,21 @@ class Runtime:
     def maximum(self, values: Tensor) -> Tensor:
         """Elementwise maximum of a small vector over all data-parallel ranks, outside of a step. Collective."""
         return self._all_reduce(values, dist.ReduceOp.MAX, "agreement of the ranks")
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether ``condition`` holds on some data-parallel rank. Collective."""
+        if self.topology.size == 1:
+            return condition
+        return bool(self.maximum(torch.tensor([float(condition)])).cpu()[0])
+
+    def exchange(self, value: T) -> list[T]:
+        """What each data-parallel rank passes, by flat rank; small and picklable. Collective."""
+        grid, what = self.topology.grid, "exchange between the ranks"
+        if grid is None or not grid.talks:
+            return [value]
+        self.context.monitor.issue(Channel.CONTROL, what)
+        with self.context.monitor.at(what):
+            return grid.all_gather_object(value)
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Elementwise sum of a small vector over all data-parallel ranks. Collective."""
@@ -280,9 +312,13 @@ def hidden(model: nn.Module) -> Iterator[None]:
     orders = {module: list(module._parameters) for module, _, _ in places}
     for module, attribute, _ in places:
         del module._parameters[attribute]
+    if runtime is not None:
+        runtime.is_hidden = True
     try:
         yield
     finally:
+        if runtime is not None:
+            runtime.is_hidden = False
         for module, attribute, param in places:
             module._parameters[attribute] = param.param
         for module, order in orders.items():

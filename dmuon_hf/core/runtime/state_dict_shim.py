@@ -7,6 +7,9 @@ shim answers for owned tensors and passes everything else on unchanged.
 Gathering a full state dict, saving and loading are collectives that are often called under ``if rank == 0``, and then
 meet whatever the other ranks communicate. Where owned tensors are involved the ranks meet first.
 
+Before a state dict of a dedicated model is made or loaded, the model is asked whether it still uses what the owners
+hold: together for full ones, which are collectives, and on this rank alone for ``state_dict()`` and sharded ones.
+
 Tested with torch 2.13.
 """
 
@@ -21,12 +24,15 @@ import torch.distributed._state_dict_utils as _state_dict_utils
 import torch.distributed.checkpoint.state_dict as _checkpoint_state_dict
 import torch.distributed.checkpoint.state_dict_loader as _loader
 import torch.distributed.checkpoint.state_dict_saver as _saver
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.lockstep import meet, monitor_on
+from dmuon_hf.core.runtime.integrity import raise_together, refuse_misplaced
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.runtime import runtime_of
 
-__all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim"]
+__all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim", "watch_state_dicts"]
 
 # Where torch looks each function up when it calls it.
 _BROADCAST = (_state_dict_utils, "_distribute_tensors")
@@ -34,6 +40,9 @@ _EVERY_RANK = (_checkpoint_state_dict, "_distribute_state_dict")
 _GATHER = (_checkpoint_state_dict, "_gather_state_dict")
 _SAVE = (_saver, "_save_state_dict")
 _LOAD = (_loader, "_load_state_dict")
+_VERIFY = (_checkpoint_state_dict, "_verify_options")
+
+_FULL = "get_model_state_dict or another full state dict"
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -45,9 +54,10 @@ def install_state_dict_shim() -> None:
     for (module, name), wrapper in (
         (_BROADCAST, _distribute_tensors),
         (_EVERY_RANK, _distribute_state_dict),
-        (_GATHER, _after_meeting("_gather_state_dict", "get_model_state_dict or another full state dict")),
+        (_GATHER, _after_meeting("_gather_state_dict", _FULL)),
         (_SAVE, _after_meeting("_save_state_dict", "torch.distributed.checkpoint.save")),
         (_LOAD, _after_meeting("_load_state_dict", "torch.distributed.checkpoint.load")),
+        (_VERIFY, _verify_options),
     ):
         _originals[name] = getattr(module, name)
         setattr(module, name, wrapper)
@@ -55,7 +65,7 @@ def install_state_dict_shim() -> None:
 
 def uninstall_state_dict_shim() -> None:
     """Give torch its own functions back."""
-    for module, name in (_BROADCAST, _EVERY_RANK, _GATHER, _SAVE, _LOAD):
+    for module, name in (_BROADCAST, _EVERY_RANK, _GATHER, _SAVE, _LOAD, _VERIFY):
         if name in _originals:
             setattr(module, name, _originals.pop(name))
 
@@ -63,6 +73,29 @@ def uninstall_state_dict_shim() -> None:
 def is_installed() -> bool:
     """Whether the shim is in place."""
     return bool(_originals)
+
+
+def watch_state_dicts(model: nn.Module) -> None:
+    """Refuse ``model.state_dict()`` and ``load_state_dict()``, also through wrappers, where the model was edited."""
+    model.register_state_dict_pre_hook(_before_state_dict)
+    model.register_load_state_dict_pre_hook(_before_state_dict)
+
+
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    runtime = runtime_of(module)
+    if runtime is not None:
+        refuse_misplaced(runtime, module)
+
+
+def _verify_options(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What every function of torch that makes or loads a state dict of a model calls first."""
+    info = _originals["_verify_options"](model, *args, **kwargs)
+    runtime = runtime_of(model)
+    if runtime is not None and info.full_state_dict and runtime.topology.is_distributed:
+        monitor = runtime.context.monitor
+        meet(_FULL, monitor.group, monitor=monitor)
+        raise_together(runtime, runtime.misplaced(model))
+    return info
 
 
 def _after_meeting(name: str, what: str) -> Callable[..., Any]:

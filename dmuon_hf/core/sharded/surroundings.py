@@ -29,6 +29,8 @@ class _Place:
     device: torch.device
     slot: tuple[int, int]
     ranks: Sequence[int] | None
+    compares_replicas: bool = False
+    shard_size: int = 1
 
 
 class Surroundings:
@@ -44,6 +46,7 @@ class Surroundings:
         )
         self.dedicated: Mapping[str, Any] = {}
         self.matrix_units: Sequence[Any] = ()
+        self.left_frozen: frozenset[str] = frozenset()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
