@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing.util
+import os
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ _failure = ""
 _may_block = threading.Event()
 _alarm_is_set = threading.Event()
 _installed = False
+_finalized_in = 0
 
 
 class Guarded(Protocol):
@@ -56,7 +58,7 @@ def guard_exit(watch: Guarded, thread: threading.Thread | None = None) -> None:
     A thread that is inside a call of the store while the interpreter is torn down would abort the process. Installs an
     excepthook, an exit handler and a listener for the end of the default process group the first time.
     """
-    global _installed
+    global _finalized_in, _installed
     _guarded.add(watch)
     if thread is not None:
         if not _threads:
@@ -65,6 +67,10 @@ def guard_exit(watch: Guarded, thread: threading.Thread | None = None) -> None:
     if not _installed:
         _installed = True
         _listen()
+    if multiprocessing.parent_process() is not None and _finalized_in != os.getpid():
+        # Children of multiprocessing leave without atexit, and one that was forked inherits the rest.
+        _finalized_in = os.getpid()
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
 
 
 def unguard_exit(watch: Guarded) -> None:
@@ -79,9 +85,6 @@ def run_exit_handlers() -> None:
 
 def _listen() -> None:
     atexit.register(_at_exit)
-    if multiprocessing.parent_process() is not None:
-        # Children of multiprocessing leave without atexit.
-        multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
     excepthook, update_default = sys.excepthook, _c10d._update_default_pg
 
     def at_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
