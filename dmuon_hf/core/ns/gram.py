@@ -33,6 +33,7 @@ __all__ = [
     "gram_newton_schulz_q",
     "iterate_gram",
     "newton_schulz",
+    "segment_factor",
 ]
 
 
@@ -152,11 +153,11 @@ def _factors(
         if factors:
             X = _apply(factors[-1], X)
         R = kernel.gram((X.mT if is_tall(X) else X).to(gram_dtype))
-        factors.append(_segment_factor(R, rows, kernel).to(X.dtype))
+        factors.append(segment_factor(R, rows, kernel).to(X.dtype))
     return tuple(factors), X
 
 
-def _segment_factor(R: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
+def segment_factor(R: Tensor, rows: tuple[Row, ...], kernel: Kernel) -> Tensor:
     """``P_k ... P_1`` for the steps ``rows`` on the Gram matrix ``R``.
 
     ``P = a I + Z`` is formed only where no product can add ``a`` instead: on a diagonal that holds ``a`` the low bits
