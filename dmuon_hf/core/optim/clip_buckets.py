@@ -155,7 +155,7 @@ def try_clip_optimizer_grad_norm_buckets_(
     ranks = runtime.topology.ranks if process_group is None else dist.get_process_group_ranks(process_group)
     parts = [_parts(bucket, ranks) for bucket in buckets]
     powers = _powers(parts, runtime.topology.device, None)
-    count = powers.new_full((1,), sum(map(share_of, buckets[_MUON].grads)))
+    count = powers.new_full((1,), sum(share_of(grad, runtime.topology.ranks) for grad in buckets[_MUON].grads))
     *reduced, matrices = runtime.reduce_sum(torch.cat([powers, count])).unbind()
     if process_group is not None:
         dist.all_reduce(powers, group=process_group)

@@ -183,7 +183,7 @@ def clip_grad_norm_(
         MuonGradClipRequest(
             gradients={name: local_tensor(grad, f"the gradient of {name}") for name, grad in gradients.items()},
             weights={name: 1.0 / copies_of(grad, runtime.topology.ranks) for name, grad in gradients.items()},
-            count=sum(map(share_of, gradients.values())),
+            count=sum(share_of(grad, runtime.topology.ranks) for grad in gradients.values()),
             max_norm=None if max_norm is None else float(max_norm),
             norm_type=float(norm_type),
             foreach=foreach,

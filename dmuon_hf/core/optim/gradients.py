@@ -52,9 +52,9 @@ def copies_of(grad: Tensor, ranks: Sequence[int] | None) -> float:
     return copies * len(group) / len(group.intersection(mesh.mesh.flatten().tolist()))
 
 
-def share_of(tensor: Tensor) -> float:
-    """This rank's part in one, when all ranks that a tensor lies on add up to it."""
-    return 1.0 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
+def share_of(grad: Tensor, ranks: Sequence[int] | None) -> float:
+    """This rank's part in one that the ``ranks`` add up to: all of them have a DTensor, one has a plain tensor."""
+    return 1.0 / len(ranks) if ranks is not None and isinstance(grad, DTensor) else 1.0
 
 
 def check_and_unscale_(grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device) -> Tensor:

@@ -46,7 +46,7 @@ class Part:
 
 
 class Bucket:
-    """Used once: :meth:`send_directions`, :meth:`orthogonalize`, :meth:`apply`, in this order on all ranks.
+    """Used once, in this order on all ranks: directions are sent, orthogonalised, updates sent, applied.
 
     Args:
         exchange: How parts travel.
@@ -60,6 +60,7 @@ class Bucket:
         self._stop = stop
         self._parts = parts
         self._dtype = dtype
+        self._updates: dict[int, Tensor] = {}
         self._shipment: Shipment | None = None
 
     def send_directions(self) -> None:
@@ -75,29 +76,31 @@ class Bucket:
         self._shipment = shipment
 
     def orthogonalize(self, orthogonalize: Orthogonalize, on_batch: OnBatch | None) -> int:
-        """Turn the directions that came in into updates and send them home; returns how many matrices. Collective."""
-        updates: dict[int, Tensor] = {}
-        count = 0
-        if self._stop.work:
-            stacks, tasks = self._assembled()
-            if on_batch is not None:
-                on_batch([self._parts[task].matrix for task in self._stop.work])
-            results, count = orthogonal_updates(stacks, orthogonalize)
-            updates = {
-                task: update
-                for members, result in zip(tasks, results, strict=True)
-                for task, update in zip(members, result.unbind(0), strict=True)
-            }
+        """Turn the directions that came in into updates; returns how many matrices."""
+        if not self._stop.work:
+            self._received()
+            return 0
+        stacks, tasks = self._assembled()
+        if on_batch is not None:
+            on_batch([self._parts[task].matrix for task in self._stop.work])
+        results, count = orthogonal_updates(stacks, orthogonalize)
+        for members, result in zip(tasks, results, strict=True):
+            self._updates.update(zip(members, result.unbind(0), strict=True))
+        return count
+
+    def send_updates(self) -> None:
+        """Send updates home to everyone who holds some of their matrix. Collective."""
         shipment = self._ship(self._stop.gives, self._stop.gets)
-        blocks = [
-            block
-            for leg, segment in zip(self._stop.gives, shipment.outgoing, strict=True)
-            for block in leg.blocks(segment.view(leg.shape), updates[leg.task])
-        ]
-        _copy(blocks)
+        _copy(
+            [
+                block
+                for leg, segment in zip(self._stop.gives, shipment.outgoing, strict=True)
+                for block in leg.blocks(segment.view(leg.shape), self._updates[leg.task])
+            ]
+        )
+        self._updates.clear()
         shipment.send()
         self._shipment = shipment
-        return count
 
     def apply(self) -> None:
         """Apply the updates that came home to this rank's parts."""

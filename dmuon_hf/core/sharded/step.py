@@ -64,7 +64,8 @@ class ShardedStep:
         """Update everything; returns how many logical matrices this rank orthogonalised. Collective.
 
         While one bucket is orthogonalised, the directions of the next one travel out and the updates of the last one
-        travel home; what lies whole is computed while the first one travels.
+        travel home, so that besides it buffers of two halves of buckets exist. What lies whole is computed while the
+        first one travels.
         """
         active = {number for number, task in enumerate(self._plan.tasks) if self._reached[task.entry][task.member]}
         numbers = sorted({self._plan.tasks[task].bucket for task in active})
@@ -78,6 +79,7 @@ class ShardedStep:
             count += current.orthogonalize(self._orthogonalize, self._on_batch)
             if last is not None:
                 last.apply()
+            current.send_updates()
             last, current = current, coming
         if last is not None:
             last.apply()
