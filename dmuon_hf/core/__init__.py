@@ -44,6 +44,13 @@ from dmuon_hf.core.ns import (
 )
 from dmuon_hf.core.optim import Muon, convert_lr
 from dmuon_hf.core.plan import MatrixSpec, Plan
+from dmuon_hf.core.replicated import (
+    ReplicatedGroup,
+    dedicate_params_ddp,
+    get_replicated_group,
+    install_ddp_patch,
+    replicate,
+)
 from dmuon_hf.core.runtime import (
     DedicatedCommContext,
     DedicatedParam,
@@ -84,6 +91,7 @@ __all__ = [
     "NewtonSchulz",
     "OwnedTensor",
     "Plan",
+    "ReplicatedGroup",
     "SegmentedGradClipResult",
     "broadcast_all_updates",
     "broadcast_all_updates_async",
@@ -91,6 +99,7 @@ __all__ = [
     "clip_grad_norm_buckets_",
     "convert_lr",
     "dedicate_params",
+    "dedicate_params_ddp",
     "direct_newton_schulz",
     "get_backend_status",
     "get_comm_ctx",
@@ -99,6 +108,7 @@ __all__ = [
     "get_ns_backend",
     "get_optimizer_state_dict",
     "get_owned_params",
+    "get_replicated_group",
     "gram_newton_schulz",
     "gram_newton_schulz_distributed_local",
     "gram_newton_schulz_distributed_local_batched",
@@ -109,6 +119,7 @@ __all__ = [
     "no_sync",
     "prepare_muon_grads",
     "register_muon_grad_clip_strategy",
+    "replicate",
     "runtime_of",
     "set_model_state_dict",
     "set_optimizer_state_dict",
@@ -121,5 +132,6 @@ __all__ = [
     "wait_all_replicate_broadcasts",
 ]
 
+install_ddp_patch()
 install_patch()
 install_state_dict_shim()

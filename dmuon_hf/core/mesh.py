@@ -38,6 +38,8 @@ class Topology:
     shard_group: ProcessGroup | None
     replicate_group: ProcessGroup | None
     grid: GridGroup | None
+    keeps_whole: bool = False
+    """Whether every rank keeps whole weights, so that owners share out nothing but the updates."""
 
     @property
     def size(self) -> int:
@@ -54,7 +56,12 @@ class Topology:
     @property
     def compares_replicas(self) -> bool:
         """Whether there are several replicas, and this process can talk to them."""
-        return self.is_hsdp and self.grid is not None and self.grid.talks
+        return (self.is_hsdp or self.keeps_whole) and self.grid is not None and self.grid.talks
+
+    @property
+    def replica_distance(self) -> int:
+        """Number of flat ranks after which the same weights are held again."""
+        return 1 if self.keeps_whole else self.shard_size
 
     @property
     def slot(self) -> tuple[int, int]:

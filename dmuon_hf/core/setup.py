@@ -22,7 +22,18 @@ from dmuon_hf.core.runtime.replica_check import bit_sum, first_unequal_replica, 
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
 
-__all__ = ["dedicate_params"]
+__all__ = [
+    "MatrixSpecFn",
+    "Predicate",
+    "compare_plans",
+    "dedicate_params",
+    "log_plan",
+    "refuse_unbuilt",
+    "select",
+    "setting",
+    "switch",
+    "topology_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +137,7 @@ def dedicate_params(
             ``source_rank`` they need not be equal); the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
-    _refuse_unbuilt(
+    refuse_unbuilt(
         route_hint_fn=(route_hint_fn, None),
         tp_buffer_reuse=(tp_buffer_reuse, False),
         replicate_broadcast_bucket_mb=(replicate_broadcast_bucket_mb, 0.0),
@@ -134,7 +145,7 @@ def dedicate_params(
         param_policy=(param_policy, None),
         param_policy_fn=(param_policy_fn, None),
     )
-    strategy = _setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
+    strategy = setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
     if mesh is None:
@@ -143,7 +154,7 @@ def dedicate_params(
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
         )
-    targets, candidates, frozen = _select(
+    targets, candidates, frozen = select(
         model,
         predicate,
         matrix_spec_fn=matrix_spec_fn,
@@ -157,16 +168,16 @@ def dedicate_params(
             resolver=hook_boundary_resolver,
         ),
     )
-    topology = _topology(model, mesh, replicate_mesh, process_group_policy)
+    topology = topology_of(model, mesh, replicate_mesh, process_group_policy)
     plan = make_plan(
         candidates,
         units=list(dict.fromkeys(candidate.unit for candidate in candidates)),
         shard_size=topology.shard_size,
         replicate_size=topology.replicate_size,
         owner_strategy=strategy,  # type: ignore[arg-type]
-        owner_cost_model=_setting(owner_cost_model, "DMUON_OWNER_COST_MODEL", "optimizer"),  # type: ignore[arg-type]
-        hsdp_column_balance=_switch(hsdp_column_balance, "DMUON_HSDP_COLUMN_BALANCE"),
-        pack_small_params=_switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
+        owner_cost_model=setting(owner_cost_model, "DMUON_OWNER_COST_MODEL", "optimizer"),  # type: ignore[arg-type]
+        hsdp_column_balance=switch(hsdp_column_balance, "DMUON_HSDP_COLUMN_BALANCE"),
+        pack_small_params=switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
         max_owners_per_group=max_owners_per_group,
         settings={
             "compute_dtype": str(compute_dtype),
@@ -177,7 +188,7 @@ def dedicate_params(
             "on meta": _deferred(targets, topology) if source_rank is None else None,
         },
     )
-    _compare_plans(plan, topology)
+    compare_plans(plan, topology)
     if topology.is_hsdp and source_rank is None:
         _compare_values(targets, topology)
     options = RuntimeOptions(
@@ -192,6 +203,12 @@ def dedicate_params(
     runtime.left_frozen = frozen
     attach(model, runtime)
     watch_state_dicts(model)
+    log_plan(plan, topology)
+    return {param.param: param.owner_rank for param in runtime.dedicated.values()}
+
+
+def log_plan(plan: Plan, topology: Topology) -> None:
+    """On the first rank alone."""
     if topology.slot == (0, 0):
         logger.info(
             "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=%s",
@@ -200,10 +217,10 @@ def dedicate_params(
             100 * plan.imbalance(),
             plan.loads(),
         )
-    return {param.param: param.owner_rank for param in runtime.dedicated.values()}
 
 
-def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
+def refuse_unbuilt(**arguments: tuple[object, object]) -> None:
+    """Refuse arguments, each with its default, of modes that are not built."""
     for name, (value, default) in arguments.items():
         if value != default:
             raise NotImplementedError(
@@ -220,7 +237,7 @@ def _refuse_without_effect(**given: object) -> None:
             )
 
 
-def _select(
+def select(
     model: nn.Module,
     predicate: Predicate,
     *,
@@ -289,10 +306,11 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ConfigurationError(f"{name} has dtype {param.dtype}: only floating-point matrices can be dedicated")
 
 
-def _topology(
+def topology_of(
     model: nn.Module, mesh: DeviceMesh | None, replicate_mesh: DeviceMesh | None, policy: str | None
 ) -> Topology:
-    policy = _setting(policy, "DMUON_PROCESS_GROUP_POLICY", "isolated")
+    """Where this rank stands in the meshes that ``dedicate_params`` was given. Collective over them."""
+    policy = setting(policy, "DMUON_PROCESS_GROUP_POLICY", "isolated")
     if mesh is not None:
         return topology_from_meshes(mesh, replicate_mesh, policy=policy)
     if replicate_mesh is not None:
@@ -327,7 +345,7 @@ def _compare_values(targets: Mapping[str, Target], topology: Topology) -> None:
         raise unequal_start(*unequal)
 
 
-def _compare_plans(plan: Plan, topology: Topology) -> None:
+def compare_plans(plan: Plan, topology: Topology) -> None:
     """Refuse to start when the ranks would communicate differently."""
     if topology.grid is None or not topology.grid.talks:
         return
@@ -345,11 +363,13 @@ def _compare_plans(plan: Plan, topology: Topology) -> None:
             )
 
 
-def _setting(value: str | None, variable: str, default: str) -> str:
+def setting(value: str | None, variable: str, default: str) -> str:
+    """An argument, or the environment's value where it was left out, or the default."""
     return value if value is not None else os.environ.get(variable, default)
 
 
-def _switch(value: bool | None, variable: str) -> bool:
+def switch(value: bool | None, variable: str) -> bool:
+    """As :func:`setting`, of two values; true by default."""
     if value is not None:
         return value
     text = os.environ.get(variable, "1").strip().lower()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,14 +28,19 @@ __all__ = [
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on each rank, without communication, in backward passes inside the block.
 
-    The next backward outside of it reduces the sum. Covers dedicated and FSDP2 parameters. Every rank enters it for the
-    same passes; not a collective itself.
+    The next backward outside of it reduces the sum. Covers dedicated parameters and those of FSDP2, ``replicate`` and
+    ``DistributedDataParallel``, which takes forward into the block as well. Every rank enters it for the same passes;
+    not a collective itself.
     """
     runtime = require_runtime(model)
     fsdp: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    wrappers = () if runtime.averaging is None else runtime.averaging.wrappers
     _set_sync(runtime, fsdp, False)
     try:
-        yield
+        with ExitStack() as stack:
+            for wrapper in wrappers:
+                stack.enter_context(wrapper.no_sync())
+            yield
     finally:
         _set_sync(runtime, fsdp, True)
 

@@ -179,9 +179,7 @@ def _plain_momentum(rank: int, world: int) -> None:
     saved["state"] = {
         index: {key: whole(value) for key, value in entry.items()} for index, entry in saved["state"].items()
     }
-    with pytest.raises(
-        ConfigurationError, match=r"is a plain tensor, the parameter is a (matrix owned by rank|DTensor)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"is a plain tensor, here it is a (matrix owned by rank|DTensor)"):
         optimizer.load_state_dict(saved)
 
 

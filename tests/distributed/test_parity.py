@@ -15,6 +15,7 @@ from tests.distributed.training import Run, assert_same_training, backward, prep
 from tests.harness import run_ranks
 
 WORLDS = [("local", 1), ("z2", 2), ("z3", 2), ("z3", 3), ("z2", 4), ("z3", 4), ("hsdp", 4), ("hsdp_sync", 4)]
+WORLDS += [("ddp", 1), ("ddp", 2), ("ddp_sync", 4), ("replicate", 3), ("replicate", 4)]
 
 
 def check(run: Run, world: int, *, rtol: float = 2e-4) -> list[dict]:
@@ -32,7 +33,9 @@ def test_uneven_shapes_train_like_one_process(mode: str, world: int) -> None:
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize(("mode", "world"), [("local", 1), ("z2", 2), ("z3", 4), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("mode", "world"), [("local", 1), ("z2", 2), ("z3", 4), ("hsdp", 4), ("ddp", 4), ("replicate", 2)]
+)
 def test_tied_llama_trains_like_one_process(mode: str, world: int, accumulate: int, checkpointing: str | None) -> None:
     # The gradients of queries and keys are small beside what they are differences of: rounding of another CPU's fp32
     # kernels moves them by more than 2e-4 after a step, in one process as well.

@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.core.plan import canonical_name
 from tests.harness import models
 from tests.harness.reference import ReferenceOptimizer
 
-MODES = ("local", "z2", "z3", "hsdp", "hsdp_sync")
+MODES = ("local", "z2", "z3", "hsdp", "hsdp_sync", "ddp", "ddp_sync", "replicate")
 HYPER: dict[str, Any] = {
     "lr": 0.02,
     "momentum": 0.9,
@@ -39,8 +41,10 @@ class Run:
     checkpointing: str | None = None
     dtype: torch.dtype = torch.float32
     dedicate: dict[str, Any] = field(default_factory=dict)
+    wrapper: dict[str, Any] = field(default_factory=dict)
     muon: dict[str, Any] = field(default_factory=dict)
     reference: dict[str, Any] = field(default_factory=dict)
+    no_sync: Callable[[nn.Module], Any] = dmuon.no_sync
 
 
 def make_model(name: str) -> nn.Module:
@@ -88,11 +92,18 @@ def prepare(run: Run, world: int) -> tuple[nn.Module, dmuon.Muon]:
         reshard = run.mode == "z3"
         dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=reshard, **run.dedicate)
         shard(model, mesh, reshard)
+    elif run.mode in ("ddp", "ddp_sync", "replicate"):
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        dmuon.dedicate_params_ddp(model, mesh, is_matrix, **run.dedicate)
+        if run.mode == "replicate":
+            model = dmuon.replicate(model, mesh)
+        else:
+            model = DistributedDataParallel(model, **run.wrapper)
     else:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"], **run.dedicate)
         shard(model, mesh, True)
-    optimizer = dmuon.Muon(model, replicate_async=run.mode != "hsdp_sync", **{**HYPER, **run.muon})
+    optimizer = dmuon.Muon(model, replicate_async=not run.mode.endswith("_sync"), **{**HYPER, **run.muon})
     return model, optimizer
 
 
@@ -108,7 +119,7 @@ def backward(model: nn.Module, run: Run, step: int, rank: int, world: int) -> fl
     for micro in range(run.accumulate):
         part = models.rank_part(batch_of(run, step), rank, world, micro=micro, n_micro=run.accumulate)
         last = micro == run.accumulate - 1
-        with contextlib.nullcontext() if last else dmuon.no_sync(model):
+        with contextlib.nullcontext() if last else run.no_sync(model):
             loss = models.loss_of(model, part) / run.accumulate
             loss.backward()
         total += float(loss)
@@ -123,11 +134,12 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(param) for name, param in model.named_parameters()}
+    dmuon.wait_all_post_step_broadcasts(model)
+    return {canonical_name(name, model): full(param) for name, param in model.named_parameters()}
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: full(param.grad) for name, param in model.named_parameters()}
+    return {canonical_name(name, model): full(param.grad) for name, param in model.named_parameters()}
 
 
 def train(rank: int, world: int, run: Run) -> dict[str, Any]:

@@ -55,6 +55,14 @@ class FakeMatrix:
     owner: tuple[int, int] = (0, 0)
     updates: int = 0
 
+    @property
+    def state_like(self) -> Tensor:
+        return self.param
+
+    @property
+    def held_grad(self) -> Tensor | None:
+        return self.param.grad
+
     def mark_updated(self) -> None:
         self.updates += 1
 
@@ -75,7 +83,7 @@ class FakeRuntime:
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
         self.topology = SimpleNamespace(
-            device=torch.device("cpu"), slot=(0, 0), ranks=None, compares_replicas=True, shard_size=1
+            device=torch.device("cpu"), slot=(0, 0), ranks=None, compares_replicas=True, replica_distance=1
         )
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))

@@ -32,7 +32,8 @@ OnBatch: TypeAlias = Callable[[Sequence[OwnedMatrix]], None]
 class MatrixSource(Protocol):
     """Parameters on the muon route: where gradient, momentum and weight are on this rank, and who computes the update.
 
-    The state of a parameter is ``momentum_buffer``, in the layout of the parameter. Ranks that share a parameter call
+    The state of a parameter is ``momentum_buffer``, in the layout of the parameter; of a dedicated one, in that of its
+    ``state_like``. Ranks that share a parameter call
     every method together, in the same order.
     """
 
@@ -86,7 +87,7 @@ class DedicatedMatrix(Protocol):
     """One dedicated parameter.
 
     ``param``, its ``.grad`` and its state have one layout: whole on the rank that computes the update, ``owner``, and
-    without rows on the others.
+    without rows on the others. Under replication parameter and gradient are whole on all ranks.
     """
 
     @property
@@ -95,6 +96,14 @@ class DedicatedMatrix(Protocol):
     def param(self) -> nn.Parameter: ...
     @property
     def spec(self) -> MatrixSpec: ...
+    @property
+    def state_like(self) -> Tensor:
+        """A tensor in the layout of the state."""
+
+    @property
+    def held_grad(self) -> Tensor | None:
+        """The live gradient as far as this rank holds it: plain where no other rank does, a DTensor where others do."""
+
     @property
     def is_owner(self) -> bool: ...
     @property
@@ -122,7 +131,7 @@ class Layout(Protocol):
     @property
     def compares_replicas(self) -> bool: ...
     @property
-    def shard_size(self) -> int: ...
+    def replica_distance(self) -> int: ...
     @property
     def slot(self) -> tuple[int, int]: ...
     @property

@@ -229,9 +229,14 @@ class Muon(Optimizer):
 
     def _reset_state(self) -> None:
         self.state.clear()
+        layouts = self._state_layouts()
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param] = fresh_state(param, group["route"])
+                self.state[param] = fresh_state(layouts.get(id(param), param), group["route"])
+
+    def _state_layouts(self) -> dict[int, Tensor]:
+        """What the state of dedicated parameters is laid out like, by their identity; of all others it is like them."""
+        return {id(matrix.param): matrix.state_like for matrix in self._runtime.dedicated.values()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed at construction, where each parameter gets its route.
@@ -282,7 +287,7 @@ class Muon(Optimizer):
         Raises:
             ConfigurationError: The groups differ, or state is missing or misshapen; nothing is changed.
         """
-        check_loadable(self.param_groups, self._names, state_dict)
+        check_loadable(self.param_groups, self._names, state_dict, self._state_layouts())
         take_cycled_momentum(self.param_groups)
         before, state_before = self.param_groups, self.state
         super().load_state_dict(state_dict)
@@ -370,14 +375,12 @@ class Muon(Optimizer):
     def _make_ready(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
         """Make state for parameters that have ``joined`` a group of a route, and for all where that was put off."""
         if self._bound:
-            for param, route in joined:
-                self.state[param] = fresh_state(param, route)
+            self._add_state(joined)
             return
         self._bound = True
         if not self.state:
             self._reset_state()
-        for param, route in joined:
-            self.state[param] = fresh_state(param, route)
+        self._add_state(joined)
         follow_parameters(self.state)
         params = [param for source in self._sources for param in source.params.values()]
         dtypes = {str(param.dtype) for param in params if param.dtype.itemsize < 4}
@@ -387,6 +390,11 @@ class Muon(Optimizer):
                 "lost. Load the model in float32 and use mixed precision for the computation.",
                 ", ".join(sorted(dtypes)),
             )
+
+    def _add_state(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
+        layouts = self._state_layouts() if joined else {}
+        for param, route in joined:
+            self.state[param] = fresh_state(layouts.get(id(param), param), route)
 
     def _count_skip(self) -> None:
         self.skipped_steps += 1

@@ -1,4 +1,4 @@
-"""The source of dedicated matrices: whole on their owner, who alone computes; no traffic but the publish of HSDP."""
+"""The source of dedicated matrices: the owner alone computes; no traffic but the publish, of HSDP and replication."""
 
 from __future__ import annotations
 
@@ -62,13 +62,9 @@ class OwnedSource:
         return newton_schulz_calls(self._runtime.matrix_units, rules)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Local gradients of the matrices that this rank owns."""
-        with torch.no_grad():
-            return {
-                name: local_tensor(matrix.param.grad, name)
-                for name, matrix in self._runtime.dedicated.items()
-                if matrix.is_owner and matrix.param.grad is not None
-            }
+        """Gradients of the matrices that this rank owns; under replication of all, which every rank holds."""
+        held = {name: matrix.held_grad for name, matrix in self._runtime.dedicated.items()}
+        return {name: grad for name, grad in held.items() if grad is not None}
 
 
 def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor) -> OwnedMatrix:

@@ -51,7 +51,10 @@ def follow_parameters(state: Mapping[Tensor, dict[str, Any]]) -> None:
 
 
 def check_loadable(
-    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], state_dict: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    state_dict: Mapping[str, Any],
+    layouts: Mapping[int, Tensor],
 ) -> None:
     """Refuse a state dict that does not fit, before anything is changed.
 
@@ -59,6 +62,7 @@ def check_loadable(
         groups: The optimizer's own groups.
         names: Canonical names of their parameters.
         state_dict: In the form of ``torch.optim.Optimizer.state_dict()``.
+        layouts: What the state of a parameter is laid out like, by its identity, where not like the parameter.
 
     Raises:
         ConfigurationError: Other groups, or state that is missing, of another shape, or whole for a distributed
@@ -79,13 +83,12 @@ def check_loadable(
     saved_state = state_dict["state"]
     for group, group_names, saved in zip(groups, names, saved_groups, strict=True):
         for param, name, key in zip(group["params"], group_names, saved["params"], strict=True):
-            _check_entry(param, name, group["route"], saved_state.get(key))
+            if param.requires_grad or key in saved_state:
+                _check_entry(layouts.get(id(param), param), name, group["route"], saved_state.get(key))
 
 
-def _check_entry(param: Tensor, name: str, route: str, entry: Mapping[str, Any] | None) -> None:
+def _check_entry(layout: Tensor, name: str, route: str, entry: Mapping[str, Any] | None) -> None:
     if entry is None:
-        if not param.requires_grad:
-            return
         raise ConfigurationError(f"the state dict holds no optimizer state of {name!r}")
     for key in _STATE_KEYS[route]:
         if key not in entry:
@@ -93,11 +96,13 @@ def _check_entry(param: Tensor, name: str, route: str, entry: Mapping[str, Any] 
         value = entry[key]
         if key == "step":
             continue
-        if value.shape != param.shape:
-            raise ConfigurationError(f"{key!r} of {name!r} has shape {tuple(value.shape)}, wanted {tuple(param.shape)}")
-        if not _same_layout(param, value):
+        if value.shape != layout.shape:
             raise ConfigurationError(
-                f"{key!r} of {name!r} is a {_layout(value)}, the parameter is a {_layout(param)}: load it with "
+                f"{key!r} of {name!r} has shape {tuple(value.shape)}, wanted {tuple(layout.shape)}"
+            )
+        if not _same_layout(layout, value):
+            raise ConfigurationError(
+                f"{key!r} of {name!r} is a {_layout(value)}, here it is a {_layout(layout)}: load it with "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which distributes it"
             )
 

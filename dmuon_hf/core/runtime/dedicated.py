@@ -88,6 +88,18 @@ class DedicatedParam:
         return self.param._local_tensor if isinstance(self.param, OwnedTensor) else self.param.detach()
 
     @property
+    def state_like(self) -> Tensor:
+        """What the optimizer's state of this matrix is laid out like."""
+        return self.param
+
+    @property
+    def held_grad(self) -> Tensor | None:
+        """The live gradient as far as this rank holds it: plain where no other rank does, a DTensor where others do."""
+        if not self.is_owner or self.param.grad is None:
+            return None
+        return self.param.grad._local_tensor if isinstance(self.param.grad, OwnedTensor) else self.param.grad
+
+    @property
     def version(self) -> Version:
         """What the current content is called; equal on all ranks while they run the same program.
 

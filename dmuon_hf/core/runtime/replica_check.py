@@ -120,14 +120,14 @@ def first_unequal_replica(
         topology: Where this rank stands.
     """
     digests = exchange(zlib.crc32(repr((names, sums)).encode()))
-    if all(digest == digests[rank % topology.shard_size] for rank, digest in enumerate(digests)):
+    if all(digest == digests[rank % topology.replica_distance] for rank, digest in enumerate(digests)):
         return None
     table: list[dict[str, int]] = exchange(dict(zip(names, sums, strict=True)))
     for rank, row in enumerate(table):
-        first = table[rank % topology.shard_size]
+        first = table[rank % topology.replica_distance]
         for name in dict.fromkeys((*first, *row)):
             if first.get(name) != row.get(name):
-                return name, rank, rank % topology.shard_size
+                return name, rank, rank % topology.replica_distance
     return None
 
 

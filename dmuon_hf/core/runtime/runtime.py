@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from dmuon_hf.core.runtime.integrity import misplaced, unsynchronised
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from dmuon_hf.core.replicated.averaging import GradientAveraging
 
 __all__ = ["Runtime", "attach", "hidden", "require_runtime", "runtime_of"]
 
@@ -63,9 +66,11 @@ class Runtime:
         self.is_hidden = False
         self.left_frozen: frozenset[str] = frozenset()
         """Canonical names of what the predicate selected and was frozen then, so that it has no owner."""
+        self.averaging: GradientAveraging | None = None
+        """What averages the gradients of parameters that every rank keeps whole, if there are any."""
         self._fsdp_modules: list[FSDPModule] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime | None:
         """The runtime of a deep copy of the model, in one process; a model on a mesh is not copied (nor is FSDP2's)."""
         if self.topology.is_distributed:
             raise TypeError("a model with owners on a mesh cannot be deep-copied: copy it before dedicate_params")
@@ -102,10 +107,13 @@ class Runtime:
         """Reduce gradients at the end of a backward pass, or accumulate them on this rank."""
         for unit in self.units:
             unit.requires_sync = requires_sync
+        if self.averaging is not None:
+            self.averaging.requires_sync = requires_sync
 
     @property
     def requires_sync(self) -> bool:
-        return all(unit.requires_sync for unit in self.units)
+        averages = self.averaging is None or self.averaging.requires_sync
+        return averages and all(unit.requires_sync for unit in self.units)
 
     def prepare_grads(self) -> None:
         """Make parameters and gradients ready for an update: every ``.grad`` final, every parameter sharded.
@@ -117,12 +125,13 @@ class Runtime:
             DMuonError: A backward pass since gradients were zeroed ended with an exception, or gradients of passes
                 under ``no_sync`` were never reduced.
         """
-        if self.backward.active and graph_task() != -1:
+        passes: list[BackwardPass | GradientAveraging] = [self.backward, *filter(None, [self.averaging])]
+        if graph_task() != -1 and any(each.active for each in passes):
             raise DMuonError(
                 "optimizer.step() was called inside of a backward pass, from a hook: a step takes the gradients of all "
                 "matrices, so call it when backward() has returned"
             )
-        if self.backward.active or self.backward.interrupted:
+        if any(each.active or each.interrupted for each in passes):
             raise DMuonError(
                 "a backward pass did not finish, so the gradients are incomplete: call optimizer.zero_grad() and run "
                 "the batch again before optimizer.step()"
@@ -130,6 +139,8 @@ class Runtime:
         for module in self._fsdp():
             module.reshard()
         waiting = next((unit.name for unit in self.units if unit.grads.has_unreduced_passes), None)
+        if waiting is None and self.averaging is not None and self.averaging.has_unreduced_passes:
+            waiting = "whole parameters"
         if waiting is not None:
             raise DMuonError(
                 f"gradients of {waiting!r} were accumulated under no_sync and never reduced to their owners: run the "
@@ -158,6 +169,8 @@ class Runtime:
         self.backward.abandon()
         for unit in self.units:
             unit.discard_grads()
+        if self.averaging is not None:
+            self.averaging.reset()
         for module in self._fsdp():
             if self.backward.interrupted:
                 end_interrupted_pass(module)

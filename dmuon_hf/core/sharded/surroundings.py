@@ -30,7 +30,7 @@ class _Place:
     slot: tuple[int, int]
     ranks: Sequence[int] | None
     compares_replicas: bool = False
-    shard_size: int = 1
+    replica_distance: int = 1
 
 
 class Surroundings:

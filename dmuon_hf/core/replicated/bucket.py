@@ -1,0 +1,129 @@
+"""Gradients that travel in one all-reduce, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.profiler import record_function
+
+from dmuon_hf.core.lockstep import Channel
+from dmuon_hf.core.runtime.collectives import InFlight, issue_on
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+
+__all__ = ["GradBucket"]
+
+
+class GradBucket:
+    """The gradients of some parameters, replaced by their mean over all data-parallel ranks.
+
+    What is on ``.grad`` counts, from this pass and from those before it: a part that was averaged already is the same
+    on every rank, and stays what it is. A parameter without a gradient here counts as zero; one without on any rank
+    keeps none, for which each parameter has a flag that travels behind the gradients.
+
+    Attributes:
+        name: What errors call it.
+        params: The parameters by canonical name, in the order of the buffer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        group: ProcessGroup,
+        context: DedicatedCommContext,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.params = tuple(params)
+        self._group = group
+        self._size = dist.get_world_size(group)
+        self._context = context
+        self._dtype = dtype
+        self._arrived: set[int] = set()
+        self._sent: list[nn.Parameter] = []
+        self._packed: Tensor | None = None
+        self._flight: InFlight | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of the all-reduce, in bytes, when every parameter is trained."""
+        return self._dtype.itemsize * sum(param.numel() + 1 for _, param in self.params)
+
+    @property
+    def launched(self) -> bool:
+        return self._packed is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trained parameter has its gradient of this pass."""
+        return all(i in self._arrived for i, (_, param) in enumerate(self.params) if param.requires_grad)
+
+    def arrived(self, i: int) -> None:
+        self._arrived.add(i)
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Send what is on the parameters' ``.grad``. Collective."""
+        self._sent = [param for _, param in self.params if param.requires_grad]
+        sizes = [param.numel() for param in self._sent]
+        device = self._context.device.device
+        packed = torch.empty(sum(sizes) + len(sizes), dtype=self._dtype, device=device)
+        *parts, flags = packed.split([*sizes, len(sizes)])
+        has_grad = [param.grad is not None for param in self._sent]
+        flags.copy_(torch.tensor(has_grad, dtype=self._dtype))
+        present = [(part, p.grad.reshape(-1)) for part, p in zip(parts, self._sent, strict=True) if p.grad is not None]
+        if present:
+            torch._foreach_copy_([part for part, _ in present], [grad for _, grad in present])
+        missing = [part for part, here in zip(parts, has_grad, strict=True) if not here]
+        if missing:
+            torch._foreach_zero_(missing)
+        if self._dtype is torch.float16:
+            # A sum of many ranks could overflow.
+            packed.div_(self._size)
+        self._packed = packed
+        self._context.monitor.issue(Channel.SHARD, f"gradient average of {self.name}")
+        with record_function(f"dmuon::average {self.name}"):
+            self._flight = issue_on(
+                self._context.device,
+                self._context.reduce_stream,
+                [packed],
+                lambda: [dist.all_reduce(packed, group=self._group, async_op=True)],
+            )
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the means on ``.grad``. Waits for the device where a gradient is missing here, to learn if it is all."""
+        if self._flight is None:
+            return
+        packed = self._wait()
+        if self._dtype is not torch.float16:
+            packed.div_(self._size)
+        *parts, flags = packed.split([*(param.numel() for param in self._sent), len(self._sent)])
+        pairs = list(zip(self._sent, parts, strict=True))
+        here = [(param.grad, part.view_as(param)) for param, part in pairs if param.grad is not None]
+        if here:
+            torch._foreach_copy_([grad for grad, _ in here], [part for _, part in here])
+        if len(here) < len(pairs):
+            for (param, part), seen in zip(pairs, flags.tolist(), strict=True):
+                if param.grad is None and seen:
+                    param.grad = part.view_as(param).to(param.dtype, copy=True)
+
+    def end_pass(self) -> None:
+        """Make ready for the next pass; what is in flight is waited for and dropped."""
+        if self._flight is not None:
+            self._wait()
+        self._packed = None
+        self._arrived.clear()
+
+    def _wait(self) -> Tensor:
+        assert self._flight is not None and self._packed is not None
+        with self._context.monitor.at(f"gradient average of {self.name}"):
+            self._flight.wait()
+        self._flight = None
+        packed, self._packed = self._packed, self._packed[:0]
+        return packed

@@ -1,0 +1,76 @@
+"""What ``DistributedDataParallel`` must know about dedicated parameters. Tested with torch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.replicated.averaging import GradientAveraging
+from dmuon_hf.core.runtime.runtime import Runtime, runtime_of
+
+__all__ = ["install_ddp_patch", "uninstall_ddp_patch"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+_originals: dict[str, Callable[..., None]] = {}
+
+
+def install_ddp_patch() -> None:
+    """Keep matrices with an owner out of the reducer of ``DistributedDataParallel``, and follow its ``no_sync``.
+
+    Runs on import of :mod:`dmuon_hf.core`; safe to repeat. Models without dedicated parameters are wrapped as ever.
+    """
+    if _originals:
+        return
+    original = DistributedDataParallel.__init__
+
+    def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        runtime = runtime_of(module)
+        if runtime is None or not runtime.topology.is_distributed:
+            original(self, module, *args, **kwargs)
+            return
+        averaging = _averaging_of(runtime)
+        setattr(module, _IGNORED, [*getattr(module, _IGNORED, ()), *_names(module, averaging)])
+        original(self, module, *args, **kwargs)
+        _check_ranks(self, runtime)
+        averaging.follow(self)
+
+    _originals["init"] = original
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def uninstall_ddp_patch() -> None:
+    """Put torch's own constructor back; safe to repeat."""
+    if _originals:
+        DistributedDataParallel.__init__ = _originals.pop("init")  # type: ignore[method-assign]
+
+
+def _averaging_of(runtime: Runtime) -> GradientAveraging:
+    if runtime.averaging is None:
+        raise ConfigurationError(
+            "dedicate_params() spreads matrices over the ranks, which DistributedDataParallel cannot wrap: use "
+            "dedicate_params_ddp(), which keeps them whole, or fully_shard() instead of DistributedDataParallel"
+        )
+    return runtime.averaging
+
+
+def _names(module: nn.Module, averaging: GradientAveraging) -> list[str]:
+    """All names of what is averaged elsewhere, as ``DistributedDataParallel`` spells them in its several places."""
+    averaged = {id(param) for _, param in averaging.params()}
+    names = [name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in averaged]
+    # Parameters of the module itself are looked up with an empty path before the dot.
+    return [*names, *(f".{name}" for name in names if "." not in name)]
+
+
+def _check_ranks(wrapper: DistributedDataParallel, runtime: Runtime) -> None:
+    ranks = dist.get_process_group_ranks(wrapper.process_group)
+    if sorted(ranks) != sorted(runtime.topology.ranks or ()):
+        raise ConfigurationError(
+            f"DistributedDataParallel averages over the ranks {ranks}, but the owners are spread over "
+            f"{runtime.topology.ranks}: give both the same"
+        )

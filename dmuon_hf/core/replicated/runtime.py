@@ -1,0 +1,79 @@
+"""The runtime of a model whose parameters every rank keeps whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dmuon_hf.core.mesh import Topology
+from dmuon_hf.core.plan import Plan
+from dmuon_hf.core.replicated.averaging import GradientAveraging
+from dmuon_hf.core.replicated.params import ReplicatedParam
+from dmuon_hf.core.replicated.publish import UnitPublish
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
+from dmuon_hf.core.runtime.runtime import Runtime
+
+__all__ = ["ReplicatedRuntime"]
+
+
+class ReplicatedRuntime(Runtime):
+    """Owners compute the updates of their matrices and publish them; gradients are averaged on every rank."""
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        plan: Plan,
+        params: Sequence[ReplicatedParam],
+        publishes: Sequence[UnitPublish],
+        averaging: GradientAveraging,
+        context: DedicatedCommContext,
+    ) -> None:
+        super().__init__(
+            topology=topology, plan=plan, params=params, units=[], context=context, delay_second_stage=True
+        )
+        self.averaging = averaging
+        self._publishes = list(publishes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A deep copy of the model, as averages of weights make one, is a plain model without owners."""
+        return
+
+    def unsynchronised(self, param: nn.Parameter) -> str | None:
+        """Why the ranks would train a parameter apart, or ``None``."""
+        assert self.averaging is not None
+        if isinstance(param, DTensor):
+            return super().unsynchronised(param)
+        if self.topology.size == 1 or self.averaging.covers(param):
+            return None
+        return (
+            "no rank synchronises it: call dmuon.replicate(model, mesh) after dedicate_params_ddp(), or wrap the model "
+            "in DistributedDataParallel, before the first step"
+        )
+
+    @property
+    def backward_count(self) -> int:
+        assert self.averaging is not None
+        return self.averaging.synchronised
+
+    @property
+    def matrix_units(self) -> list[OwnedUnit]:
+        publishes = {publish.name: publish.issue for publish in self._publishes}
+        return owned_units(list(self.dedicated.values()), self.plan.units, publishes)
+
+    def publish(self, *, asynchronous: bool) -> None:
+        """Send every matrix from its owner to all ranks, in plan order. Collective."""
+        for param in self.dedicated.values():
+            param.mark_updated()
+        for publish in self._publishes:
+            publish.issue()
+        if not asynchronous:
+            self.finish_publish()
+
+    def finish_publish(self) -> None:
+        for publish in self._publishes:
+            publish.wait()
