@@ -207,7 +207,7 @@ def _build_unit(
         replicate_size=topology.replicate_size,
     )
     ordered = [params[entries[i].name] for i in layout.order]
-    compute_dtype = options.compute_dtype or options.master_dtype or entries[0].dtype
+    compute_dtype = options.compute_dtype or entries[0].dtype
     reduce_dtype = options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
     weights = UnitWeights(
         name=name,

@@ -16,13 +16,21 @@ The fields are private to torch; nothing else of dmuon_hf touches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["discard_unreduced_grads", "end_interrupted_pass", "zero_sharded_grads"]
+from dmuon_hf.core.errors import ConfigurationError
+
+__all__ = [
+    "discard_unreduced_grads",
+    "end_interrupted_pass",
+    "follow_requires_grad",
+    "refuse_converted",
+    "zero_sharded_grads",
+]
 
 
 def discard_unreduced_grads(module: FSDPModule) -> None:
@@ -40,6 +48,17 @@ def discard_unreduced_grads(module: FSDPModule) -> None:
                 unsharded.grad = None
 
 
+def follow_requires_grad(param: Any) -> None:
+    """Take over what was frozen or unfrozen while an FSDP parameter was unsharded.
+
+    The tensor that its module shows then is not the one that it holds otherwise, and torch copies ``requires_grad`` in
+    the other direction only. To be called while it is unsharded.
+    """
+    shown = getattr(param, "_unsharded_param", None)
+    if shown is not None and shown.requires_grad != param.sharded_param.requires_grad:
+        param.sharded_param.requires_grad_(shown.requires_grad)
+
+
 def end_interrupted_pass(module: FSDPModule) -> None:
     """Make FSDP2 ready for another forward after an exception in backward; no collective.
 
@@ -47,6 +66,25 @@ def end_interrupted_pass(module: FSDPModule) -> None:
     """
     if module._get_fsdp_state()._is_root:
         module.reset_iter_state()
+
+
+def refuse_converted(fsdp_params: Iterable[Any]) -> None:
+    """Refuse parameters that ``module.to(...)`` changed after FSDP2 had begun to gather them.
+
+    It gathers into buffers of the old dtype, or from the storage that they had before, which no update reaches.
+
+    Raises:
+        ConfigurationError: One was cast or moved; it is named.
+    """
+    for param in fsdp_params:
+        shard = param.sharded_param._local_tensor
+        moved = shard.untyped_storage().data_ptr() != param._sharded_param_data.untyped_storage().data_ptr()
+        if moved or shard.dtype is not param.orig_dtype:
+            name = getattr(param, "_param_fqn", None) or f"a parameter of shape {tuple(param.sharded_param.shape)}"
+            raise ConfigurationError(
+                f"{name} was cast or moved (it is {param.sharded_param.dtype} now) after its first forward, which "
+                "FSDP2 does not follow. Cast the model before dedicate_params() and fully_shard()"
+            )
 
 
 def zero_sharded_grads(module: FSDPModule, *, set_to_none: bool) -> None:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from dmuon_hf.core.lockstep import note_foreign
 from dmuon_hf.core.runtime import fsdp_methods
 from dmuon_hf.core.runtime.compiling import untraced
 from dmuon_hf.core.runtime.dedicated import without_values
+from dmuon_hf.core.runtime.fsdp_grads import follow_requires_grad, refuse_converted
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
 from dmuon_hf.core.runtime.fsdp_units import group_units
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
@@ -60,6 +62,7 @@ def install_patch() -> None:
     _replace(group, "post_backward", _after(check_reduced, group.post_backward))
     _replace(_fsdp_param_group, "foreach_all_gather", _noting_gathers(_fsdp_param_group.foreach_all_gather))
     _replace(_fsdp_param_group, "foreach_reduce", _noting_reductions(_fsdp_param_group.foreach_reduce))
+    _replace(FSDPParam, "to_sharded", _following_requires_grad(FSDPParam.to_sharded))
 
 
 def uninstall_patch() -> None:
@@ -133,10 +136,20 @@ def _after(check: Callable[[Any], None], original: Callable[..., None]) -> Calla
 
 def _noting_gathers(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     def foreach_all_gather(fsdp_params: list[Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        refuse_converted(fsdp_params)
         note_foreign(group, f"FSDP2 all-gather of {_subject(fsdp_params)}")
         return all_gather(fsdp_params, group, *args, **kwargs)
 
     return foreach_all_gather
+
+
+def _following_requires_grad(to_sharded: Callable[..., Any]) -> Callable[..., Any]:
+    def follow_to_sharded(self: FSDPParam) -> None:
+        if self.sharded_state is ShardedState.UNSHARDED:
+            follow_requires_grad(self)
+        to_sharded(self)
+
+    return follow_to_sharded
 
 
 def _noting_reductions(reduce: Callable[..., Any]) -> Callable[..., Any]:

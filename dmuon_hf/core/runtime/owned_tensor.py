@@ -225,12 +225,22 @@ class OwnedTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """A handle of the same storage that is detached from autograd."""
+        """A handle of the same storage that is detached from autograd.
+
+        A plain tensor of the same shape and dtype, which every rank assigns whole, is copied into it.
+        """
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise DMuonError("assigning .data would detach an owned tensor from its storage: use tensor.copy_(value)")
+        same = value.shape == self.shape and value.dtype == self.dtype
+        if isinstance(value, DTensor) or not same:
+            raise DMuonError(
+                f"assigning .data of shape {tuple(value.shape)} and {value.dtype} would detach {self} from its "
+                "storage: use tensor.copy_(value)"
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
 
     # Distributed checkpoints: the owner alone writes and reads one chunk that covers the whole tensor.
 

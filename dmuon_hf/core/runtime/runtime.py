@@ -20,13 +20,17 @@ from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
-from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads, end_interrupted_pass, zero_sharded_grads
+from dmuon_hf.core.runtime.fsdp_grads import (
+    discard_unreduced_grads,
+    end_interrupted_pass,
+    zero_sharded_grads,
+)
 from dmuon_hf.core.runtime.fsdp_units import note_root
 from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
 from dmuon_hf.core.runtime.integrity import misplaced, unsynchronised
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
-from dmuon_hf.core.runtime.unit import Unit
+from dmuon_hf.core.runtime.unit import NO_COPY, Unit
 
 if TYPE_CHECKING:
     from dmuon_hf.core.replicated.averaging import GradientAveraging
@@ -73,7 +77,7 @@ class Runtime:
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime | None:
         """The runtime of a deep copy of the model, in one process; a model on a mesh is not copied (nor is FSDP2's)."""
         if self.topology.is_distributed:
-            raise TypeError("a model with owners on a mesh cannot be deep-copied: copy it before dedicate_params")
+            raise ConfigurationError(NO_COPY)
         copied = Runtime(
             topology=self.topology,
             plan=self.plan,

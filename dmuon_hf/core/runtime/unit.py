@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch import nn
 
+from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.gradients import UnitGrads
 from dmuon_hf.core.runtime.layout import PackedLayout
 from dmuon_hf.core.runtime.weights import UnitWeights
 
-__all__ = ["Unit"]
+__all__ = ["NO_COPY", "Unit"]
+
+NO_COPY = (
+    "a model whose weights have owners on a mesh cannot be deep-copied, as FSDP2's cannot: copy it before "
+    "dedicate_params() (a reference model, an average of weights), or load dmuon.get_model_state_dict(model, "
+    "rank0_only=False) into another model"
+)
 
 
 class Unit:
@@ -75,6 +83,10 @@ class Unit:
         """Whether a pass reduces over the replicas as well; nothing where there are none."""
         if self.grads.spans_replicas:
             self._all_reduces = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        # Reached through the hooks of the boundary, by a copy of the model or of a part of it.
+        raise ConfigurationError(f"{NO_COPY} (reached {self.name!r})")
 
     @property
     def gather_bytes(self) -> int:
