@@ -19,6 +19,7 @@ __all__ = [
     "ALL_MODES",
     "BATCH",
     "MODES",
+    "OURS",
     "PEERS",
     "Contender",
     "Mode",
@@ -38,7 +39,8 @@ class Mode:
     """One way to train.
 
     Attributes:
-        optimizer: ``"adamw"`` is FSDP2 with foreach AdamW, ``"dmuon"`` this package; others are those of ``peers``.
+        optimizer: ``"adamw"`` is FSDP2 with foreach AdamW, ``"dmuon"`` this package with owned matrices, ``"sharded"``
+            with matrices where FSDP2 puts them; others are those of ``peers``.
         reshard: Whether whole weights are freed between forward and backward (Z3, FSDP2's default) or kept (Z2).
         hsdp: Two replicas instead of one.
         dtype: What Newton-Schulz iterates in.
@@ -62,6 +64,10 @@ MODES: dict[str, Mode] = {
     "dmuon-z3-bf16": Mode("dmuon", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
     "dmuon-z2-bf16": Mode("dmuon", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
     "dmuon-hsdp-bf16": Mode("dmuon", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
+    "sharded-z3": Mode("sharded", reshard=True, rival="adamw-z3"),
+    "sharded-z3-bf16": Mode("sharded", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
+    "sharded-z2-bf16": Mode("sharded", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
+    "sharded-hsdp-bf16": Mode("sharded", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
 }
 
 PEERS: dict[str, Mode] = {
@@ -76,6 +82,8 @@ PEERS: dict[str, Mode] = {
 }
 """Muon by others. muon-fsdp2 knows 1-D meshes only."""
 ALL_MODES = MODES | PEERS
+OURS = ("dmuon", "sharded")
+"""Optimizers of this package."""
 
 
 def choose_modes(asked: Sequence[str] | None, world: int, *, peers: bool = False) -> list[str]:
@@ -134,6 +142,9 @@ class NewtonSchulzProbe:
         self.seconds += self._clock() - started
         return result
 
+    def computes_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        return self._inner.computes_in(dtype, device)
+
     def replay(self) -> None:
         """Repeat the calls since the last reset, on the same input."""
         for matrices, steps in self._calls:
@@ -189,10 +200,16 @@ def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
     fully_shard(model, mesh=mesh, reshard_after_forward=mode.reshard)
     if mode.optimizer == "adamw":
         return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
-    if mode.optimizer != "dmuon":
+    if mode.optimizer not in OURS:
         return Contender(name, model, _make_peer(mode.optimizer, model))
     probe = NewtonSchulzProbe(dmuon.NewtonSchulz("auto", dtype=mode.dtype), clock)
-    optimizer = dmuon.Muon(model, lr=1e-3, ns_backend=probe, first_step_progress_log=False)  # type: ignore[arg-type]
+    optimizer = dmuon.Muon(
+        model,
+        lr=1e-3,
+        ns_backend=probe,  # type: ignore[arg-type]
+        first_step_progress_log=False,
+        predicate=_is_matrix if mode.optimizer == "sharded" else None,
+    )
     return Contender(name, model, optimizer, probe)
 
 

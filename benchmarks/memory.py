@@ -58,6 +58,8 @@ RESTING = ("masters", "momentum", "others", "AdamW state", "columns")
 PASSING = ("gradients", "packed", "whole grads")
 SAVES = ("distributed", "one file")
 _M_MMAP_THRESHOLD = -3
+COUNTED = [name for name, mode in MODES.items() if mode.optimizer != "sharded"]
+"""Modes that the formulas are about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ def _show_saves(saves: dict[str, list[dict[str, int]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="default: all that can run here")
+    parser.add_argument("--modes", nargs="+", choices=COUNTED, help="default: all that can run here")
     parser.add_argument("--width", type=int, default=1024, help="of the model that is saved (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=16, help="of the model that is saved (default: %(default)s)")
     parser.add_argument("--no-saving", action="store_true", help="count only")
@@ -286,7 +288,8 @@ def main() -> None:
         parser.error("the peak of saving is read from Linux's /proc: pass --no-saving elsewhere")
     where = machine()
     print_header(where)
-    modes = [name for name in choose_modes(options.modes, options.ranks) if options.modes or "bf16" not in name]
+    chosen = choose_modes(options.modes, options.ranks)
+    modes = [name for name in chosen if options.modes or ("bf16" not in name and name in COUNTED)]
     sizes = run_ranks(_sizes, options.ranks)[0]
     ranks = run_ranks(count, options.ranks, modes)
     expected = {name: formulas(MODES[name], options.ranks, sizes) for name in modes}

@@ -12,6 +12,8 @@ With P bytes of Muon matrices on N ranks:
   z3    3 (N-1)/N P    weights gathered for forward and for backward
   hsdp  on R replicas of G ranks: 3 (G-1)/G P inside a replica, and between replicas, on the 1/G of each rank's column,
         (R-1)/R P/G to reduce and (R-1)/R P/G to publish the updated weights
+  sharded  2 (G-1)/G P/G inside a replica in step(), directions and updates, where replicas compute alike; what FSDP2
+        sends of these matrices is counted as FSDP2's
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contenders import MODES, Contender, Mode, batch_of, build, choose_modes
 from launch import ROOT, run_ranks
 from report import machine, print_header, print_table, write_json
 
-from dmuon_hf.core.runtime import runtime_of
+import dmuon_hf.core as dmuon
 
 # What the kinds of collectives do, by the group they run on (the descriptions of this package's process groups).
 _ROLES = {
@@ -37,8 +39,11 @@ _ROLES = {
     ("dmuon_replicate", "broadcast"): "publish",
     ("dmuon_shard", "all_reduce"): "agreement",
     ("dmuon_replicate", "all_reduce"): "agreement",
+    ("dmuon_sharded", "all_to_all"): "exchange",
+    ("dmuon_sharded", "all_reduce"): "agreement",
 }
-_COLUMNS = ("gather", "reduce", "reduce replicas", "publish", "agreement", "FSDP2")
+_COLUMNS = ("gather", "reduce", "reduce replicas", "publish", "exchange", "agreement", "FSDP2")
+_MUON = ("gather", "reduce", "reduce replicas", "publish", "exchange")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +90,17 @@ def _count_step(contender: Contender, ids: Any) -> Traffic:
         calls[role] += 1
         if record.phase == "step":
             in_step[role] += record.ring_bytes
-    runtime = runtime_of(contender.model)
-    matrices = () if runtime is None else runtime.dedicated.values()
-    return Traffic(sent, calls, in_step, sum(matrix.numel * matrix.param.element_size() for matrix in matrices))
+    sources = contender.optimizer.sources if isinstance(contender.optimizer, dmuon.Muon) else ()
+    matrices = [param for source in sources for param in source.params.values()]
+    return Traffic(sent, calls, in_step, sum(param.numel() * param.element_size() for param in matrices))
 
 
 def formula(mode: Mode, world: int, matrix_bytes: int) -> float:
     """Bytes of Muon weights and gradients that a rank sends per step; see the module."""
+    if mode.optimizer == "sharded":
+        # Matrices of this size are computed alike in every replica: directions in and updates home inside of it.
+        inside = world // 2 if mode.hsdp else world
+        return 2 * (inside - 1) / inside * matrix_bytes / inside
     replicas = 2 if mode.hsdp else 1
     inside = world // replicas
     transfers = 3 if mode.reshard else 2
@@ -106,7 +115,7 @@ def _mean(ranks: list[Traffic], field: str, role: str) -> float:
 def _row(name: str, ranks: list[Traffic], world: int) -> tuple[list[str], dict[str, Any]]:
     sent = {role: _mean(ranks, "sent", role) for role in _COLUMNS}
     in_step = {role: _mean(ranks, "sent_in_step", role) for role in _COLUMNS}
-    muon = sum(sent[role] for role in ("gather", "reduce", "reduce replicas", "publish"))
+    muon = sum(sent[role] for role in _MUON)
     dedicated = ranks[0].matrix_bytes
     expected = formula(MODES[name], world, dedicated) if dedicated else 0.0
     row = [

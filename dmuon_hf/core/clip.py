@@ -1,4 +1,4 @@
-"""Public gradient clipping: the gradients of dedicated matrices, and independent buckets.
+"""Public gradient clipping: the gradients of Muon's matrices, and independent buckets.
 
 Ordinary parameters are clipped with ``torch.nn.utils.clip_grad_norm_``, which over *all* parameters of a model,
 dedicated ones included, gives the true global norm too.

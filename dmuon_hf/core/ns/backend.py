@@ -169,12 +169,16 @@ class NewtonSchulz:
             raise ConfigurationError(f"local() takes one matrix (m, n); got shape {tuple(G.shape)}.")
         return self(G, steps=steps)
 
+    def computes_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """What matrices of ``dtype`` on ``device`` are iterated in."""
+        return compute_dtype(torch.empty(0, dtype=dtype, device=device), self.dtype)
+
     def products(
         self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, steps: int | None = None
     ) -> set[Product]:
         """The symmetric products of a call with a tensor like this, found by running it on a tensor without data."""
         recorder = ProductRecorder(self._kernel if self._tuner is None else self._tuner.default, device)
-        compute = compute_dtype(torch.empty(0, dtype=dtype, device=device), self.dtype)
+        compute = self.computes_in(dtype, device)
         twin = object.__new__(NewtonSchulz)
         twin.__dict__.update(self.__dict__, dtype=compute, _kernel=recorder, _graphs=None, _tuner=None)
         twin(torch.empty(shape, dtype=dtype, device="meta"), steps=steps)

@@ -10,13 +10,12 @@ around one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dmuon_hf.core.device import host_to_device
-from dmuon_hf.core.ns import NewtonSchulz
-from dmuon_hf.core.ns.inputs import compute_dtype
 from dmuon_hf.core.optim.update import Orthogonalize
 
 __all__ = ["HEADER", "header_numel", "read_parts", "wire_dtype", "write_parts"]
@@ -30,11 +29,18 @@ _SMALLEST = -126
 _OF_ZERO = -1024
 
 
+@runtime_checkable
+class ComputesIn(Protocol):
+    """A Newton-Schulz that says what it computes in."""
+
+    def computes_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype: ...
+
+
 def wire_dtype(orthogonalize: Orthogonalize, momentum: torch.dtype, device: torch.device) -> torch.dtype:
     """What directions and updates travel in; the momentum's own where it is not known what is computed in."""
-    if not isinstance(orthogonalize, NewtonSchulz):
+    if not isinstance(orthogonalize, ComputesIn):
         return momentum
-    compute = compute_dtype(torch.empty(0, dtype=momentum, device=device), orthogonalize.dtype)
+    compute = orthogonalize.computes_in(momentum, device)
     return compute if compute.itemsize < momentum.itemsize else momentum
 
 
