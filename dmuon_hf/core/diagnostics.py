@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dmuon_hf.core.plan import canonical_name
-from dmuon_hf.core.runtime import require_runtime
+from dmuon_hf.core.runtime import require_runtime, runtime_of
 from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["summarize_comm_plan", "summarize_param_groups"]
@@ -17,14 +17,22 @@ __all__ = ["summarize_comm_plan", "summarize_param_groups"]
 def summarize_param_groups(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """How :class:`Muon` routed the trainable parameters over its groups.
 
-    Counts are global unless the key says ``local``. Any rank may call it.
+    Counts are global unless the key says ``local``. Any rank may call it. Matrices that stay where they are count as
+    ``sharded``; on them the model needs no dedicated parameters.
 
     Raises:
-        ConfigurationError: The model has no dedicated parameters.
+        ConfigurationError: The model has no dedicated parameters, and the optimizer no matrices of its own.
     """
-    runtime = require_runtime(model)
+    sharded = {
+        id(param)
+        for source in getattr(optimizer, "sources", ())
+        if source.route == "sharded_muon"
+        for param in source.params.values()
+    }
+    runtime = runtime_of(model) if sharded else require_runtime(model)
+    dedicated = () if runtime is None else tuple(runtime.dedicated.values())
     names = {id(param): canonical_name(name, model) for name, param in model.named_parameters()}
-    owned = {id(param.param) for param in runtime.dedicated.values() if param.is_owner}
+    owned = {id(param.param) for param in dedicated if param.is_owner}
     groups = []
     for group in optimizer.param_groups:
         params = group["params"]
@@ -37,16 +45,18 @@ def summarize_param_groups(model: nn.Module, optimizer: Optimizer) -> dict[str, 
                 "params": len(params),
                 "numel": sum(param.numel() for param in params),
                 "local_owned_params": sum(id(param) in owned for param in params),
+                "sharded_params": sum(id(param) in sharded for param in params),
                 "dtypes": sorted({str(param.dtype) for param in params}),
                 "names": [names.get(id(param), "(not in the model)") for param in params],
             }
         )
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     return {
-        "dedicated_params": len(runtime.dedicated),
-        "dedicated_numel": sum(param.numel for param in runtime.dedicated.values()),
-        "logical_matrices": sum(len(entry.logical_shapes) for entry in runtime.plan.entries),
-        "local_owned_params": sum(param.is_owner for param in runtime.dedicated.values()),
+        "dedicated_params": len(dedicated),
+        "dedicated_numel": sum(param.numel for param in dedicated),
+        "logical_matrices": 0 if runtime is None else sum(len(entry.logical_shapes) for entry in runtime.plan.entries),
+        "local_owned_params": len(owned),
+        "sharded_params": len(sharded),
         "frozen_params": len(frozen),
         "groups": groups,
     }

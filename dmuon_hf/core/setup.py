@@ -90,7 +90,8 @@ def dedicate_params(
         mesh: 1-D mesh over the shard dimension, or ``None``.
         predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update.
             Parameters that do not require a gradient are left to FSDP2 even if it is true, and can then not be
-            unfrozen later, since they would train with AdamW; freeze such a matrix after this call instead.
+            unfrozen later, since they would train with AdamW; freeze such a matrix after this call instead. Stacks of
+            matrices ``(count, out, in)``, experts above all, get no owner: ``Muon`` updates them where they lie.
         compute_dtype: Dtype that weights are gathered and used in.
         reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3);
             ``False`` keeps them until the end of backward (Z2).
@@ -154,9 +155,10 @@ def dedicate_params(
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
         )
+    stacks = _stacks(model, predicate, matrix_spec_fn)
     targets, candidates, frozen = select(
         model,
-        predicate,
+        lambda name, param: param.ndim != 3 and predicate(name, param),
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
         boundary=lambda name, param: boundary_of(
@@ -201,6 +203,7 @@ def dedicate_params(
     )
     runtime = build_runtime(model, plan, targets, topology, options)
     runtime.left_frozen = frozen
+    runtime.stacks = stacks
     attach(model, runtime)
     watch_state_dicts(model)
     log_plan(plan, topology)
@@ -235,6 +238,32 @@ def _refuse_without_effect(**given: object) -> None:
             raise ConfigurationError(
                 f"dedicate_params({name}={value!r}) has no effect in one process without a mesh: leave it out"
             )
+
+
+def _stacks(model: nn.Module, predicate: Predicate, matrix_spec_fn: MatrixSpecFn | None) -> dict[str, MatrixSpec]:
+    """Stacks of matrices among what is selected, by name, and what each of their members decomposes into."""
+    stacks: dict[str, MatrixSpec] = {}
+    others = False
+    for raw, param in model.named_parameters():
+        name = canonical_name(raw, model)
+        if not param.requires_grad or not predicate(name, param):
+            continue
+        if param.ndim != 3:
+            others = True
+            continue
+        spec = (matrix_spec_fn(name, param) if matrix_spec_fn is not None else None) or MatrixSpec()
+        try:
+            spec.validate(param.shape[1:])
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}, a stack of {param.shape[0]} matrices: {error}") from error
+        stacks[name] = spec
+    if stacks and not others:
+        raise ConfigurationError(
+            f"dedicate_params selected nothing but stacks of matrices, such as {next(iter(stacks))}, which get no "
+            "owner and stay where fully_shard puts them: leave dedicate_params out, and select them in "
+            "Muon(predicate=...)"
+        )
+    return stacks
 
 
 def select(

@@ -78,7 +78,8 @@ def inside_experts(param: nn.Parameter) -> Shard:
     return Shard(1) if param.shape[1] == 2 * INNER else Shard(2)
 
 
-MODES = ("owned", "owned_hsdp", "sharded", "cut", "one_process")
+MODES = ("owned", "owned_hsdp", "dedicated_stacks", "sharded", "cut", "one_process")
+OWNED = ("owned", "owned_hsdp", "dedicated_stacks")
 
 
 def prepare(mode: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
@@ -87,13 +88,21 @@ def prepare(mode: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
         return model, dmuon.Muon(model, predicate=lambda *_: True, matrix_spec_fn=spec_of, **HYPER)
     hsdp = mode == "owned_hsdp"
     mesh = init_device_mesh("cpu", (2, world // 2) if hsdp else (world,), mesh_dim_names=("r", "s") if hsdp else ("s",))
-    if mode.startswith("owned"):
-        replicate = mesh["r"] if hsdp else None
-        dmuon.dedicate_params(model, mesh["s"], lambda name, param: "proj" in name, replicate_mesh=replicate)
+    if mode in OWNED:
+        every = mode == "dedicated_stacks"
+        dmuon.dedicate_params(
+            model,
+            mesh["s"],
+            lambda name, param: every or "proj" in name,
+            replicate_mesh=mesh["r"] if hsdp else None,
+            matrix_spec_fn=spec_of if every else None,
+        )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, shard_placement_fn=inside_experts if mode == "cut" else None)
     fully_shard(model, mesh=mesh)
-    predicate = is_stack if mode.startswith("owned") else lambda *_: True
+    if mode == "dedicated_stacks":
+        return model, dmuon.Muon(model, **HYPER)
+    predicate = is_stack if mode in OWNED else lambda *_: True
     return model, dmuon.Muon(model, predicate=predicate, matrix_spec_fn=spec_of, **HYPER)
 
 
@@ -155,7 +164,17 @@ def test_experts_train_like_one_process_and_idle_ones_are_left_alone(mode: str) 
                 error = (result["weights"][step][name] - want).norm() / want.norm()
                 assert error < 2e-4, f"{mode} {name} step {step}: relative error {error:.2e}"
     assert results[0]["groups"] == ["default/muon"]
-    if mode.startswith("owned"):
+    if mode in OWNED:
         assert all(result["sent"] == 0 for result in results)
     else:
         assert (sum(result["sent"] for result in results) > 0) == (world > 1)
+
+
+def test_stacks_alone_need_no_dedication() -> None:
+    with pytest.raises(dmuon.ConfigurationError, match=r"layers\.0\.gate_up.*Muon\(predicate"):
+        dmuon.dedicate_params(mixture(), None, is_stack)
+
+
+def test_sections_of_a_dedicated_stack_must_add_up() -> None:
+    with pytest.raises(dmuon.ConfigurationError, match=r"layers\.0\.gate_up, a stack of 6"):
+        dmuon.dedicate_params(mixture(), None, lambda *_: True, matrix_spec_fn=lambda *_: MatrixSpec(sections=(3,)))

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dmuon_hf.core as dmuon
 from tests.distributed.sharded_training import MODES, ShardedRun, backward, prepare, train
@@ -225,3 +227,65 @@ def refusal(rank: int, world: int, what: str) -> str:
 def test_selection_that_cannot_train_is_refused_on_every_rank(what: str, message: str) -> None:
     for said in run_ranks(refusal, 4, what):
         assert said.startswith(message), said
+
+
+class SequenceBlock(torch.nn.Module):
+    """A norm and a whole matrix between a column-wise and a row-wise one, all on parts of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up_proj = torch.nn.Linear(16, 24, bias=False)
+        self.down_proj = torch.nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
+
+
+def sequence_model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(SequenceBlock(), SequenceBlock())
+
+
+def train_on_sequences(rank: int, world: int) -> dict[str, torch.Tensor]:
+    model = sequence_model()
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        for block in model:
+            plan = {
+                "norm": SequenceParallel(),
+                "up_proj": ColwiseParallel(input_layouts=Shard(1)),
+                "down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+            parallelize_module(block, mesh, plan)
+    optimizer = dmuon.Muon(model, predicate=lambda name, param: "proj" in name, **HYPER)
+    for step in range(3):
+        x = models.dense_batch(step, batch=8, width=16).view(2, 4, 16)
+        if world > 1:
+            x = distribute_tensor(x, mesh, [Shard(1)])
+        full_loss = model(x).square().mean()
+        (full_loss.full_tensor() if isinstance(full_loss, DTensor) else full_loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def test_partial_gradients_of_sequence_parallelism_are_summed() -> None:
+    (expected,) = run_ranks(train_on_sequences, 1, init=False)
+    for weights in run_ranks(train_on_sequences, 2):
+        for name, want in expected.items():
+            torch.testing.assert_close(weights[name], want, rtol=2e-4, atol=2e-5)
+
+
+def summary(rank: int, world: int) -> dict[str, Any]:
+    model, optimizer = prepare(ShardedRun("z2", Run("sharded", "mlp")))
+    return dmuon.summarize_param_groups(model, optimizer)
+
+
+def test_summary_counts_matrices_that_stay_sharded() -> None:
+    for counted in run_ranks(summary, 2):
+        assert counted["sharded_params"] == 9 and counted["dedicated_params"] == 0
+        assert [(group["group_name"], group["sharded_params"]) for group in counted["groups"]] == [
+            ("default/muon", 9),
+            ("default/adamw", 0),
+        ]

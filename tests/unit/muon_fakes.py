@@ -92,6 +92,7 @@ class FakeRuntime:
         }
         self.backward_count = 1
         self.left_frozen: frozenset[str] = frozenset()
+        self.stacks: dict[str, MatrixSpec] = {}
         self.calls: list[str] = []
         self.prefetch_depth: int | None = None
         self.others: Callable[[Tensor], Tensor] = lambda values: values

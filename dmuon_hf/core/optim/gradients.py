@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial
 
 from dmuon_hf.core.errors import ConfigurationError
@@ -31,7 +32,7 @@ def local_tensor(tensor: Tensor, what: str) -> Tensor:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ConfigurationError(f"{what} is a DTensor of partial sums ({tensor.placements}): reduce it before step()")
     local: Tensor = tensor.to_local()
-    return local
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def copies_of(grad: Tensor, ranks: Sequence[int] | None) -> float:

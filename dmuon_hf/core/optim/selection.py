@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -36,19 +36,30 @@ class Selection:
                 "or the matrix_spec_fn to dedicate_params()"
             )
 
-    def matrices(self, model: nn.Module, dedicated: set[int]) -> list[ShardedMatrix]:
-        """The trainable parameters that the predicate selects, in the order of the model, without dedicated ones."""
-        if self.predicate is None:
-            return []
+    def matrices(
+        self, model: nn.Module, dedicated: Collection[int] = (), stacks: Mapping[str, MatrixSpec] | None = None
+    ) -> list[ShardedMatrix]:
+        """The trainable parameters that stay where they are, in the order of the model.
+
+        Args:
+            model: The model.
+            dedicated: Identities of the parameters that have owners.
+            stacks: What ``dedicate_params`` selected and left where it is.
+        """
+        stacks = stacks or {}
         aliases: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(param), []).append(canonical_name(name, model))
         chosen: list[ShardedMatrix] = []
         for name, param in trainable_parameters(model).items():
-            if id(param) in dedicated or not any(self.predicate(alias, param) for alias in aliases[id(param)]):
+            if id(param) in dedicated:
                 continue
-            spec = None if self.matrix_spec_fn is None else self.matrix_spec_fn(name, param)
-            chosen.append(ShardedMatrix(name, param, spec or MatrixSpec()))
+            spec = stacks.get(name)
+            if self.predicate is not None and any(self.predicate(alias, param) for alias in aliases[id(param)]):
+                own = None if self.matrix_spec_fn is None else self.matrix_spec_fn(name, param)
+                spec = own or spec or MatrixSpec()
+            if spec is not None:
+                chosen.append(ShardedMatrix(name, param, spec))
         return chosen
 
 
@@ -63,7 +74,7 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
     if selection.predicate is None or is_dedicated(model):
         runtime = runtime_with_matrices(model)
         dedicated = {id(matrix.param) for matrix in runtime.dedicated.values()}
-        chosen = selection.matrices(model, dedicated)
+        chosen = selection.matrices(model, dedicated, runtime.stacks)
         if not chosen:
             return runtime, (OwnedSource(runtime),)
         beyond = set(ranks_of([matrix.param for matrix in chosen])).difference(runtime.topology.ranks or ())
@@ -74,7 +85,7 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
                 "Muon(predicate=...)"
             )
         return runtime, (OwnedSource(runtime), ShardedSource(chosen))
-    chosen = selection.matrices(model, set())
+    chosen = selection.matrices(model)
     if not chosen:
         raise ConfigurationError(
             "Muon's predicate selected no trainable parameter: without a single matrix this would train with AdamW "

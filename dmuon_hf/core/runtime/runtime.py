@@ -17,7 +17,7 @@ from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
 from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.plan import Plan
+from dmuon_hf.core.plan import MatrixSpec, Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_grads import (
@@ -70,6 +70,8 @@ class Runtime:
         self.is_hidden = False
         self.left_frozen: frozenset[str] = frozenset()
         """Canonical names of what the predicate selected and was frozen then, so that it has no owner."""
+        self.stacks: dict[str, MatrixSpec] = {}
+        """Stacks of matrices that the predicate selected, which have no owner and stay where they are."""
         self.averaging: GradientAveraging | None = None
         """What averages the gradients of parameters that every rank keeps whole, if there are any."""
         self._fsdp_modules: list[FSDPModule] = []
@@ -88,6 +90,7 @@ class Runtime:
         )
         copied._root = copy.deepcopy(self._root, memo)
         copied.left_frozen = self.left_frozen
+        copied.stacks = self.stacks
         return copied
 
     # -- hooks --------------------------------------------------------------------------------------------------------

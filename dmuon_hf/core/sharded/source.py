@@ -47,7 +47,8 @@ class ShardedSource:
     Args:
         matrices: This rank's parameters.
         bucket_numel: Most elements that a worker takes in with one bucket. Two buckets are in memory at a time.
-        links: Costs of the wire, by which copies of a matrix share the work or not.
+        links: Costs of the wire, by which copies of a matrix share the work or not; by default those usual for the
+            device.
 
     Raises:
         ConfigurationError: A parameter is neither a matrix nor a stack, or its local tensors do not fit its placements.
@@ -77,6 +78,7 @@ class ShardedSource:
         with torch.no_grad():
             shapes = [tuple(local_tensor(matrix.param, matrix.name).shape) for matrix in matrices]
         entries = agree_on_entries(mine, shapes, self.team)
+        links = links or LinkCosts.beside(self.team.device.type)
         self.plan = make_sharded_plan(entries, self.team.ranks, bucket_numel=bucket_numel, links=links)
         if len(set(self.team.gather(self.plan.digest()))) != 1:
             raise LockstepError(

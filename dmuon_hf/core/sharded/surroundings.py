@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads
 from dmuon_hf.core.sharded.ranks import Team
 
@@ -47,6 +49,7 @@ class Surroundings:
         self.dedicated: Mapping[str, Any] = {}
         self.matrix_units: Sequence[Any] = ()
         self.left_frozen: frozenset[str] = frozenset()
+        self.stacks: Mapping[str, MatrixSpec] = {}
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -55,10 +58,19 @@ class Surroundings:
         """Nobody counts: there are no hooks."""
         return 0
 
+    @torch.no_grad()
     def prepare_grads(self) -> None:
-        """Give up whole weights that FSDP2 kept after a forward without a backward, which it would use again."""
+        """Make parameters and gradients ready for an update: every parameter sharded, every gradient laid out as it.
+
+        FSDP2 keeps whole weights after a forward without a backward, and would use them again. DTensor leaves partial
+        sums on weights that tensor-parallel ranks keep whole and use on parts of a sequence. Collective for those.
+        """
         for module in self._fsdp():
             module.reshard()
+        for param in self._model.parameters():
+            grad = param.grad
+            if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+                param.grad = grad.redistribute(placements=param.placements)
 
     def grad_flags(self) -> list[bool]:
         return []
