@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dmuon_hf.core.sharded.layout import Copy
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan
 from dmuon_hf.core.sharded.runs import Runs, length, placed
 
@@ -97,29 +96,30 @@ def itinerary_of(plan: ShardedPlan, rank: int) -> Itinerary:
     """The plan as seen from a rank."""
     position = {member: number for number, member in enumerate(plan.ranks)}
     stops = tuple(Stop() for _ in range(plan.buckets))
+    holdings = _Holdings(plan, rank)
     for number, task in enumerate(plan.tasks):
         stop = stops[task.bucket]
-        copies = plan.entries[task.entry].layout.copies()
-        mine = task.worker == rank
-        if mine:
-            stop.work.append(number)
         for copy in task.homes:
-            for holder, place, rows, columns in _parts(plan.entries[task.entry], copies[copy], task.entry, task.member):
-                is_source = copy == task.source
-                if mine:
-                    leg = Leg(number, position[holder], rows, columns)
-                    stop.gives.append(leg)
-                    if is_source:
-                        stop.takes.append(leg)
-                if holder == rank:
-                    leg = Leg(number, position[task.worker], rows, columns)
-                    stop.gets.append(leg)
-                    stop.places[number] = place
-                    if is_source:
-                        stop.sends.append(leg)
+            part = holdings.mine(task.entry, copy, task.member)
+            if part is not None:
+                leg = Leg(number, position[task.worker], part.rows, part.columns)
+                stop.places[number] = part.place
+                stop.gets.append(leg)
+                if copy == task.source:
+                    stop.sends.append(leg)
+            if task.worker == rank:
+                legs = [
+                    Leg(number, position[part.holder], part.rows, part.columns)
+                    for part in holdings.all(task.entry, copy, task.member)
+                ]
+                stop.gives.extend(legs)
+                if copy == task.source:
+                    stop.takes.extend(legs)
+        if task.worker == rank:
+            stop.work.append(number)
     for stop in stops:
-        for legs in (stop.sends, stop.takes, stop.gives, stop.gets):
-            legs.sort(key=lambda leg: (leg.peer, leg.task))
+        for kind in (stop.sends, stop.takes, stop.gives, stop.gets):
+            kind.sort(key=lambda leg: (leg.peer, leg.task))
     return Itinerary(stops, tuple(lying_whole(plan, rank)))
 
 
@@ -128,24 +128,60 @@ def lying_whole(plan: ShardedPlan, rank: int) -> Iterator[Place]:
     for index, entry in enumerate(plan.entries):
         for copy in entry.layout.copies():
             for holder, held in copy:
-                if holder != rank or (length(held[-2]), length(held[-1])) != entry.stored:
-                    continue
-                if not entry.is_stack:
-                    yield Place(index, 0, None)
-                    continue
-                for inner, outer in placed(held[0]):
-                    for local, member in zip(
-                        range(inner.start, inner.stop), range(outer.start, outer.stop), strict=True
-                    ):
-                        yield Place(index, member, local)
+                if holder == rank and (length(held[-2]), length(held[-1])) == entry.stored:
+                    yield from (part.place for part in _parts_of(entry, index, holder, held))
 
 
-def _parts(entry: ShardedEntry, copy: Copy, index: int, member: int) -> Iterator[tuple[int, Place, Runs, Runs]]:
-    """Per holder of one stored matrix in a copy: where it keeps its part, and the rows and columns of that."""
-    for holder, held in copy:
-        if not entry.is_stack:
-            yield holder, Place(index, member, None), held[0], held[1]
-            continue
-        for inner, outer in placed(held[0]):
-            if outer.start <= member < outer.stop:
-                yield holder, Place(index, member, inner.start + member - outer.start), held[1], held[2]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank holds of one stored matrix."""
+
+    holder: int
+    place: Place
+    rows: Runs
+    columns: Runs
+
+
+def _parts_of(entry: ShardedEntry, index: int, holder: int, held: tuple[Runs, ...]) -> Iterator[_Part]:
+    """What one rank holds of every stored matrix of a parameter."""
+    *stack, rows, columns = held
+    if not stack:
+        yield _Part(holder, Place(index, 0, None), rows, columns)
+        return
+    for inner, outer in placed(stack[0]):
+        for local, member in enumerate(range(outer.start, outer.stop), start=inner.start):
+            yield _Part(holder, Place(index, member, local), rows, columns)
+
+
+class _Holdings:
+    """Who holds which stored matrix, looked up by parameter, copy and member; made when first asked for."""
+
+    def __init__(self, plan: ShardedPlan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._mine: dict[tuple[int, int], dict[int, _Part]] = {}
+        self._all: dict[tuple[int, int], dict[int, list[_Part]]] = {}
+
+    def mine(self, index: int, copy: int, member: int) -> _Part | None:
+        """What this rank holds."""
+        if (index, copy) not in self._mine:
+            entry = self._plan.entries[index]
+            parts = (
+                part
+                for holder, held in entry.layout.copies()[copy]
+                if holder == self._rank
+                for part in _parts_of(entry, index, holder, held)
+            )
+            self._mine[index, copy] = {part.place.member: part for part in parts}
+        return self._mine[index, copy].get(member)
+
+    def all(self, index: int, copy: int, member: int) -> list[_Part]:
+        """What every rank of a copy holds."""
+        if (index, copy) not in self._all:
+            entry = self._plan.entries[index]
+            by_member: dict[int, list[_Part]] = {}
+            for holder, held in entry.layout.copies()[copy]:
+                for part in _parts_of(entry, index, holder, held):
+                    by_member.setdefault(part.place.member, []).append(part)
+            self._all[index, copy] = by_member
+        return self._all[index, copy].get(member, [])
