@@ -64,8 +64,8 @@ def _owner(runtime: Runtime | None, name: str) -> str:
 def _as_dedicated(route: Route, dedicated: Any) -> Route:
     """What really is dedicated, which a predicate may have chosen against the presets."""
     if dedicated is not None:
-        reason = route.reason if route.route == "muon" else "chosen by the caller"
-        return Route("muon", dedicated.spec, reason)
+        reason = route.reason if route.route == dedicated.route else "chosen by the caller"
+        return Route(dedicated.route, dedicated.spec if dedicated.route == "muon" else None, reason)
     return Route("adamw", None, "chosen by the caller") if route.route == "muon" else route
 
 

@@ -181,7 +181,8 @@ def set_optimizer_state_dict(
     holders = _optimizer_state(model, optimizer, runtime)
     targets = _values(holders)
     filled = any(state_dict.get(key) for key in (*SECTIONS, "param_groups"))
-    source = Source.open(_flattened(state_dict), filled=filled, group=group, extra=state_dict.get("param_groups", []))
+    entries = _sorted_in(_flattened(state_dict), targets)
+    source = Source.open(entries, filled=filled, group=group, extra=state_dict.get("param_groups", []))
 
     def problems() -> Iterator[str]:
         yield from _route_problems(targets, source)
@@ -373,6 +374,17 @@ def _flattened(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
             else:
                 flat[(section, name)] = entry
     return flat
+
+
+def _sorted_in(flat: Mapping[Any, Any], targets: Mapping[StateKey, Any]) -> dict[Any, Any]:
+    """AdamW state under the section that it has here: whether its parameter has an owner depends on the run."""
+    adamw = {name: section for section, name, _ in targets if section != "dedicated"}
+
+    def placed(key: Any) -> Any:
+        movable = len(key) == 3 and key[0] in ("fsdp", "dedicated_adamw")
+        return (adamw.get(key[1], key[0]), *key[1:]) if movable else key
+
+    return {placed(key): value for key, value in flat.items()}
 
 
 def _route_problems(targets: Mapping[StateKey, Any], source: Source) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _summarize_unit(unit: Unit, max_params: int) -> dict[str, Any]:
     element = unit.gather_bytes // max(1, unit.layout.numel)
     return {
         "name": unit.name,
-        "route": "muon",
+        "route": "+".join(sorted({param.route for param in unit.params})),
         "reshard_after_forward": unit.reshard_after_forward,
         "gather_bytes": unit.gather_bytes,
         "reduce_bytes": unit.reduce_bytes,
@@ -103,7 +103,7 @@ def _summarize_unit(unit: Unit, max_params: int) -> dict[str, Any]:
             if segment.numel
         ],
         "params": [
-            {"name": param.name, "shape": list(param.shape), "owner": param.owner_rank}
+            {"name": param.name, "shape": list(param.shape), "owner": param.owner_rank, "route": param.route}
             for param in unit.params[:max_params]
         ],
         "params_left_out": max(0, len(unit.params) - max_params),

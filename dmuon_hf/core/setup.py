@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Hashable, Mapping
@@ -17,6 +18,7 @@ from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
 from dmuon_hf.core.mesh import Topology, check_policy, local_topology, topology_from_meshes
 from dmuon_hf.core.plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
+from dmuon_hf.core.policy import ParamPolicy, ParamPolicyFn, RouteHintFn, check_forward_unshard, policy_source
 from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime, is_deferred
 from dmuon_hf.core.runtime.replica_check import bit_sum, first_unequal_replica, unequal_start
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
@@ -28,6 +30,7 @@ __all__ = [
     "compare_plans",
     "dedicate_params",
     "log_plan",
+    "policies_text",
     "refuse_unbuilt",
     "select",
     "setting",
@@ -53,7 +56,7 @@ def dedicate_params(
     hook_boundary_strict: bool = True,
     hook_boundary_resolver: HookBoundaryResolver | None = None,
     assignment_group_key_fn: AssignmentGroupKeyFn | None = None,
-    route_hint_fn: Callable[..., str] | None = None,
+    route_hint_fn: RouteHintFn | None = None,
     max_owners_per_group: int | None = None,
     owner_strategy: str | None = None,
     owner_cost_model: str | None = None,
@@ -63,8 +66,8 @@ def dedicate_params(
     replicate_broadcast_bucket_mb: float = 0.0,
     muon_forward_unshard: str = "broadcast",
     delay_stage2_to_optimizer: bool = True,
-    param_policy: Mapping[str, object] | None = None,
-    param_policy_fn: Callable[..., Any] | None = None,
+    param_policy: Mapping[str, Any] | None = None,
+    param_policy_fn: ParamPolicyFn | None = None,
     process_group_policy: str | None = None,
     *,
     matrix_spec_fn: MatrixSpecFn | None = None,
@@ -88,10 +91,12 @@ def dedicate_params(
         model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global
             shape whose values lie on its owner.
         mesh: 1-D mesh over the shard dimension, or ``None``.
-        predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update.
+        predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update, and for
+            what else a policy gives a route.
             Parameters that do not require a gradient are left to FSDP2 even if it is true, and can then not be
             unfrozen later, since they would train with AdamW; freeze such a matrix after this call instead. Stacks of
-            matrices ``(count, out, in)``, experts above all, get no owner: ``Muon`` updates them where they lie.
+            matrices ``(count, out, in)`` on the muon route, experts above all, get no owner: ``Muon`` updates them
+            where they lie.
         compute_dtype: Dtype that weights are gathered and used in.
         reshard_after_forward: ``True`` frees whole weights after forward and gathers them again for backward (Z3);
             ``False`` keeps them until the end of backward (Z2).
@@ -123,8 +128,15 @@ def dedicate_params(
         master_dtype: Dtype of what owners keep and update; the parameter's own by default.
         source_rank: Data-parallel rank whose values count, for models that only one rank has loaded; it sends each
             matrix to its owner, and the others may have theirs on meta. The owner's by default.
-        route_hint_fn, tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard, param_policy,
-        param_policy_fn:
+        param_policy: What is special about single parameters: ``{"defaults": {...}, "overrides": [{"name": tokens,
+            "set": {...}}, ...]}`` with the fields of :class:`~dmuon_hf.core.policy.ParamPolicy`; an override holds for
+            names that contain one of its tokens, and later ones win. With the route ``"adamw"`` parameters of any shape
+            but scalars are owned and updated by their owner; ``"sharded_adamw"`` is not built. In one process
+            ``route`` and ``optim_dtype`` alone change anything. Parameters of one hook boundary that differ in
+            ``param_dtype`` or ``grad_dtype`` travel in collectives of their own.
+        param_policy_fn: ``(name, param) -> fields``, in place of ``param_policy``.
+        route_hint_fn: ``(name, param) -> route``, in place of either.
+        tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard:
             Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
 
     Returns:
@@ -139,13 +151,11 @@ def dedicate_params(
         NotImplementedError: A mode that is not built was asked for.
     """
     refuse_unbuilt(
-        route_hint_fn=(route_hint_fn, None),
         tp_buffer_reuse=(tp_buffer_reuse, False),
         replicate_broadcast_bucket_mb=(replicate_broadcast_bucket_mb, 0.0),
-        muon_forward_unshard=(muon_forward_unshard, "broadcast"),
-        param_policy=(param_policy, None),
-        param_policy_fn=(param_policy_fn, None),
     )
+    check_forward_unshard(muon_forward_unshard, "dedicate_params")
+    policy_of = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=route_hint_fn)
     strategy = setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
@@ -155,12 +165,17 @@ def dedicate_params(
         raise ConfigurationError(
             "dedicate_params was already called on this model: select everything that is to be owned in one call"
         )
-    stacks = _stacks(model, predicate, matrix_spec_fn)
+
+    def is_stack(name: str, param: nn.Parameter) -> bool:
+        return param.ndim == 3 and policy_of(name, param).route == "muon"
+
+    stacks = _stacks(model, predicate, is_stack, matrix_spec_fn)
     targets, candidates, frozen = select(
         model,
-        lambda name, param: param.ndim != 3 and predicate(name, param),
+        lambda name, param: predicate(name, param) and not is_stack(name, param),
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
+        policy_of=policy_of,
         boundary=lambda name, param: boundary_of(
             model,
             name,
@@ -188,6 +203,7 @@ def dedicate_params(
             "reshard_after_forward": reshard_after_forward,
             "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
             "on meta": _deferred(targets, topology) if source_rank is None else None,
+            "policies": policies_text(targets),
         },
     )
     compare_plans(plan, topology)
@@ -208,6 +224,11 @@ def dedicate_params(
     watch_state_dicts(model)
     log_plan(plan, topology)
     return {param.param: param.owner_rank for param in runtime.dedicated.values()}
+
+
+def policies_text(targets: Mapping[str, Target]) -> str:
+    """What the policies say about each parameter, for a plan, which the ranks compare."""
+    return json.dumps({name: told for name, target in targets.items() if (told := target.policy.described())})
 
 
 def log_plan(plan: Plan, topology: Topology) -> None:
@@ -240,7 +261,9 @@ def _refuse_without_effect(**given: object) -> None:
             )
 
 
-def _stacks(model: nn.Module, predicate: Predicate, matrix_spec_fn: MatrixSpecFn | None) -> dict[str, MatrixSpec]:
+def _stacks(
+    model: nn.Module, predicate: Predicate, is_stack: Predicate, matrix_spec_fn: MatrixSpecFn | None
+) -> dict[str, MatrixSpec]:
     """Stacks of matrices among what is selected, by name, and what each of their members decomposes into."""
     stacks: dict[str, MatrixSpec] = {}
     others = False
@@ -248,7 +271,7 @@ def _stacks(model: nn.Module, predicate: Predicate, matrix_spec_fn: MatrixSpecFn
         name = canonical_name(raw, model)
         if not param.requires_grad or not predicate(name, param):
             continue
-        if param.ndim != 3:
+        if not is_stack(name, param):
             others = True
             continue
         spec = (matrix_spec_fn(name, param) if matrix_spec_fn is not None else None) or MatrixSpec()
@@ -272,6 +295,7 @@ def select(
     *,
     matrix_spec_fn: MatrixSpecFn | None,
     group_key_fn: AssignmentGroupKeyFn | None,
+    policy_of: Callable[[str, nn.Parameter], ParamPolicy],
     boundary: Callable[[str, nn.Parameter], nn.Module],
 ) -> tuple[dict[str, Target], list[Candidate], frozenset[str]]:
     """What the predicate selects, in model order, and the names of what is frozen; units are named by their module."""
@@ -284,6 +308,7 @@ def select(
 
     targets: dict[str, Target] = {}
     candidates: list[Candidate] = []
+    kinds: dict[str, list[tuple[str, ...]]] = {}
     frozen: set[str] = set()
     for param, holders in places.items():
         raw = [name for name, _, _ in holders]
@@ -301,16 +326,21 @@ def select(
                 "the predicate, or pass a hook_boundary_resolver that gives one module containing every use"
             )
         module = boundaries.pop()
-        targets[names[0]] = Target(param, tuple((owner, attribute) for _, owner, attribute in holders), module)
+        policy = policy_of(names[0], param)
+        held = tuple((owner, attribute) for _, owner, attribute in holders)
+        targets[names[0]] = Target(param, held, module, policy)
+        path = canonical_name(paths[module], model) or "(root)"
+        spec = matrix_spec_fn(names[0], param) if matrix_spec_fn is not None and param.ndim > 1 else None
         candidates.append(
             Candidate(
                 name=names[0],
                 aliases=tuple(names[1:]),
                 shape=tuple(param.shape),
                 dtype=param.dtype,
-                spec=(matrix_spec_fn(names[0], param) if matrix_spec_fn is not None else None) or MatrixSpec(),
-                unit=canonical_name(paths[module], model) or "(root)",
+                spec=spec or MatrixSpec(),
+                unit=_unit_name(path, policy, kinds.setdefault(path, [])),
                 group=None if group_key_fn is None else repr(group_key_fn(names[0], param)),
+                route=policy.route,
             )
         )
     if not candidates:
@@ -325,12 +355,22 @@ def select(
     return targets, candidates, frozenset(frozen)
 
 
+def _unit_name(path: str, policy: ParamPolicy, kinds: list[tuple[str, ...]]) -> str:
+    """Name of the unit of a parameter: its boundary, and for each further kind of travel there what that is."""
+    key = policy.unit_key
+    if key not in kinds:
+        kinds.append(key)
+    return path if key == kinds[0] else f"{path} ({', '.join(key) or 'as the others'})"
+
+
 def _check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         raise ConfigurationError(
             f"{name} is already a DTensor: call dedicate_params before fully_shard; tensor-parallel parameters are "
             "not supported yet"
         )
+    if param.ndim == 0:
+        raise ConfigurationError(f"{name} is a scalar, which has no owner: leave it out of the predicate")
     if not param.is_floating_point():
         raise ConfigurationError(f"{name} has dtype {param.dtype}: only floating-point matrices can be dedicated")
 

@@ -40,6 +40,7 @@ class Run:
     accumulate: int = 1
     checkpointing: str | None = None
     dtype: torch.dtype = torch.float32
+    pure: bool = False  # every parameter is managed, nothing sharded by FSDP2
     dedicate: dict[str, Any] = field(default_factory=dict)
     wrapper: dict[str, Any] = field(default_factory=dict)
     muon: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +61,15 @@ def make_model(name: str) -> nn.Module:
 def is_matrix(name: str, param: nn.Parameter) -> bool:
     """Every 2-D weight inside a layer."""
     return "layers." in name and param.ndim == 2 and min(param.shape) > 1
+
+
+def is_anything(name: str, param: nn.Parameter) -> bool:
+    return True
+
+
+def muon_for_matrices(name: str, param: nn.Parameter) -> dict[str, Any]:
+    """A policy that gives every managed parameter the route that it has without being managed."""
+    return {"route": "muon" if is_matrix(name, param) else "adamw"}
 
 
 def batch_of(run: Run, step: int) -> torch.Tensor:
@@ -85,24 +95,27 @@ def prepare(run: Run, world: int) -> tuple[nn.Module, dmuon.Muon]:
     model = make_model(run.model).to(run.dtype)
     if run.checkpointing:
         enable_checkpointing(model, run.checkpointing)
+    options = {"predicate": is_anything if run.pure else is_matrix, **run.dedicate}
     if run.mode == "local":
-        dmuon.dedicate_params(model, None, is_matrix, **run.dedicate)
+        dmuon.dedicate_params(model, None, **options)
     elif run.mode in ("z2", "z3"):
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
         reshard = run.mode == "z3"
-        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=reshard, **run.dedicate)
-        shard(model, mesh, reshard)
+        dmuon.dedicate_params(model, mesh, reshard_after_forward=reshard, **options)
+        if not run.pure:
+            shard(model, mesh, reshard)
     elif run.mode in ("ddp", "ddp_sync", "replicate"):
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        dmuon.dedicate_params_ddp(model, mesh, is_matrix, **run.dedicate)
+        dmuon.dedicate_params_ddp(model, mesh, **options)
         if run.mode == "replicate":
-            model = dmuon.replicate(model, mesh)
+            model = model if run.pure else dmuon.replicate(model, mesh)
         else:
             model = DistributedDataParallel(model, **run.wrapper)
     else:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"], **run.dedicate)
-        shard(model, mesh, True)
+        dmuon.dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"], **options)
+        if not run.pure:
+            shard(model, mesh, True)
     optimizer = dmuon.Muon(model, replicate_async=not run.mode.endswith("_sync"), **{**HYPER, **run.muon})
     return model, optimizer
 

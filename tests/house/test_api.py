@@ -17,11 +17,8 @@ PAGE = Path(__file__).parent / "data" / "api-reference.txt"
 
 # The only names of the reference that may be missing, and what they wait for. One that exists is checked all the same.
 UNBUILT = {
-    "dedicate_params_ddp": "owners under replicated data parallelism",
     "dedicate_params_ddp_tp": "owners under replicated data parallelism with tensor parallelism",
-    "replicate": "averaging of gradients without DistributedDataParallel",
     "replicate_tp": "averaging of gradients without DistributedDataParallel, of tensor-parallel parameters",
-    "get_replicated_group": "averaging of gradients without DistributedDataParallel",
     "Muon.consume_last_step_profile": "timings of the phases of a step",
     "collect_forward_unshard_profile": "timings of the gathers of forward",
 }

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+import dmuon_hf.core as dmuon
 from tests.harness import run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -33,3 +37,20 @@ def test_quick_start_scripts_run(script: str, world: int, tmp_path: Path) -> Non
     for name, text in found.items():
         (tmp_path / name).write_text(text)
     run_ranks(run_script, world, str(tmp_path), script, init=False)
+
+
+def run_policy(rank: int, world: int, block: str) -> list[str]:
+    from tests.house.test_reference_code import MyModel
+
+    mesh = init_device_mesh("cpu", (world,))
+    namespace: dict[str, Any] = {"dmuon": dmuon, "torch": torch, "model": MyModel(), "mesh": mesh}
+    exec(compile(block, "policies.md", "exec"), namespace)  # noqa: S102
+    loss = namespace["model"](torch.zeros(2, 3, dtype=torch.long)).loss
+    loss.backward()
+    namespace["optimizer"].step()
+    return sorted({param.route for param in dmuon.get_dedicated_params(namespace["model"])})
+
+
+def test_policy_of_the_docs_trains_a_model_whose_every_parameter_is_managed() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "policies.md").read_text(), re.DOTALL)
+    assert run_ranks(run_policy, 2, block) == [["adamw", "muon"]] * 2

@@ -22,7 +22,6 @@ PAGE = Path(__file__).parent / "data" / "reference-code.txt"
 # Blocks of modes that may not exist yet, with what each raises then.
 LATER = {
     "type-split routing": NotImplementedError,
-    "ddp": AttributeError,
     "tensor parallelism": ConfigurationError,
 }
 
@@ -169,8 +168,18 @@ def test_quick_start_scripts_of_the_reference_run(name: str, world: int) -> None
     run_ranks(run_script, world, name, init=False)
 
 
+def follow_ddp(rank: int, world: int) -> list[float]:
+    namespace = run(["model preparation", "fast path", "ddp", "training loop"], names(rank, world))
+    return [float(weight.sum()) for weight in namespace["model"].parameters()]
+
+
+def test_block_of_replicated_data_parallelism_keeps_the_ranks_alike() -> None:
+    first, second = run_ranks(follow_ddp, 2, init=False)
+    assert first == second
+
+
 def test_every_block_of_the_reference_is_run_or_waits_for_its_mode() -> None:
-    tested = {*FSDP2, "hsdp", *PREDICATES, "predicate without small matrices", "model.py", *SCRIPTS}
+    tested = {*FSDP2, "hsdp", "ddp", *PREDICATES, "predicate without small matrices", "model.py", *SCRIPTS}
     assert blocks().keys() == tested | LATER.keys()
 
 

@@ -53,6 +53,8 @@ class FakeMatrix:
     spec: MatrixSpec
     is_owner: bool = True
     owner: tuple[int, int] = (0, 0)
+    route: str = "muon"
+    optim_dtype: torch.dtype | None = None
     updates: int = 0
 
     @property

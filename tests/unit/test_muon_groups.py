@@ -209,12 +209,39 @@ def test_repeated_group_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("key", ["dmuon_route", "dmuon_optimizer", "matrix_optimizer"])
-def test_forcing_a_route_by_group_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_group_that_asks_for_adamw_takes_its_matrices_off_the_muon_route(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     model = Net()
     use(monkeypatch, FakeRuntime(model))
     groups = split_groups(model)
     groups[0][key] = "adamw"
-    with pytest.raises(NotImplementedError, match=f"'first' sets {key}='adamw'"):
+    optimizer = Muon(model, param_groups=groups)
+    names = [group["group_name"] for group in optimizer.param_groups]
+    assert "first/adamw" in names
+    assert "first/muon" not in names
+    taken = next(group for group in optimizer.param_groups if group["group_name"] == "first/adamw")
+    assert key not in taken
+    assert all("exp_avg" in optimizer.state[param] for param in taken["params"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dmuon_route": "sgd"}, ConfigurationError, "'first'.*must be one of 'muon', 'adamw'"),
+        ({"dmuon_route": "adamw", "matrix_optimizer": "muon"}, ConfigurationError, "several routes"),
+        ({"dmuon_route": "sharded_adamw"}, NotImplementedError, "'sharded_adamw' is not built"),
+        ({"route": "adamw"}, ConfigurationError, "dmuon_route"),
+    ],
+)
+def test_route_of_a_group_that_there_is_not_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], error: type[Exception], message: str
+) -> None:
+    model = Net()
+    use(monkeypatch, FakeRuntime(model))
+    groups = split_groups(model)
+    groups[0] |= options
+    with pytest.raises(error, match=message):
         Muon(model, param_groups=groups)
 
 

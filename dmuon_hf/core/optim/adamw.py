@@ -24,8 +24,9 @@ def apply_adamw(
     """One AdamW step on local tensors, in place.
 
     Elementwise, so the update of a shard is the shard of the update. A gradient in another dtype than its parameter is
-    cast to the parameter's; the state keeps the parameter's dtype, as ``torch.optim.AdamW`` has it. Equals ``AdamW()``
-    on a CPU and ``AdamW(fused=True)`` on accelerators; the two differ by rounding.
+    cast to the parameter's; the state has the parameter's dtype, as ``torch.optim.AdamW`` has it, or else is updated
+    together with the parameter in the wider of the two dtypes, and rounded. Equals ``AdamW()`` on a CPU and
+    ``AdamW(fused=True)`` on accelerators; the two differ by rounding.
 
     Args:
         params: Local parameters.
@@ -35,8 +36,13 @@ def apply_adamw(
     """
     fused: dict[tuple[torch.device, torch.dtype], _Lists] = {}
     rest: _Lists = ([], [], [], [], [])
-    for param, grad, state in zip(params, grads, states, strict=True):
-        row = (param, grad.to(param.dtype), state["exp_avg"], state["exp_avg_sq"])
+    rounded: list[tuple[Tensor, Tensor]] = []
+    for given, grad, state in zip(params, grads, states, strict=True):
+        kept = (given, state["exp_avg"], state["exp_avg_sq"])
+        wide = torch.promote_types(given.dtype, kept[1].dtype)
+        param, first_moment, second_moment = (tensor.to(wide) for tensor in kept)
+        rounded += [(kept[i], new) for i, new in enumerate((param, first_moment, second_moment)) if new is not kept[i]]
+        row = (param, grad.to(wide), first_moment, second_moment)
         lists = fused.setdefault((param.device, param.dtype), ([], [], [], [], [])) if _takes_fused(row) else rest
         for column, value in zip(lists, (*row, state["step"]), strict=True):
             column.append(value)
@@ -56,6 +62,8 @@ def apply_adamw(
     weights, gradients, first, second, steps = rest
     if weights:
         adamw(weights, gradients, first, second, [], steps, **rule)
+    for kept_tensor, new in rounded:
+        kept_tensor.copy_(new)
 
 
 def _takes_fused(row: Sequence[Tensor]) -> bool:

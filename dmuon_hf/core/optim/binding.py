@@ -105,9 +105,11 @@ class Binding:
         model: nn.Module,
         runtime: OptimizerRuntime,
         waiting: Sequence[Collection[str]],
+        muon: Collection[int],
         predicate: Callable[[str, nn.Parameter], bool] | None = None,
     ) -> None:
         self._model, self._runtime, self._waiting = model, runtime, waiting
+        self._muon = frozenset(muon)
         # Matrices that Muon updates where they are, or would if they had not been frozen.
         frozen = ((found[0].name, found[0].param) for found in places_of(model).values())
         self._left_frozen = set(runtime.left_frozen) | {
@@ -166,7 +168,7 @@ class Binding:
             trainable.append(name)
             problem = runtime.unsynchronised(param) or self._problem(found, held, is_owned=key in owned)
             if problem is None and key not in held:
-                route = "muon" if key in owned else "adamw"
+                route = "muon" if key in self._muon else "adamw"
                 index = self._group_of(groups, name, route)
                 if index is None:
                     problem = f"it was unfrozen, and no group of the {route} route lists it: name it in param_groups"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.scaling import LR_SCALES
 from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.core.policy import check_route
 
 __all__ = [
     "DEFAULT_GROUP",
     "Defaults",
     "LoweredGroup",
+    "forced_routes",
     "frozen_parameters",
     "lower_groups",
     "scalar",
@@ -81,7 +83,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def lower_groups(
     trainable: Mapping[str, nn.Parameter],
     muon_names: Collection[str],
-    user_groups: Iterable[Mapping[str, Any]] | None,
+    user_groups: Sequence[Mapping[str, Any]] | None,
     defaults: Defaults,
     frozen: Mapping[str, nn.Parameter] | None = None,
 ) -> list[LoweredGroup]:
@@ -95,8 +97,8 @@ def lower_groups(
         frozen: Canonical name to parameter, what else the model holds; groups may list any of it, or none.
 
     Raises:
-        ConfigurationError: A parameter is missing, listed twice or not the model's; a group asks for a route;
-            or a hyperparameter is out of range. The parameters and the group are named.
+        ConfigurationError: A parameter is missing, listed twice or not the model's, or a hyperparameter is out of
+            range. The parameters and the group are named.
     """
     everything = {**trainable, **(frozen or {})}
     if user_groups is None:
@@ -106,7 +108,6 @@ def lower_groups(
     lowered: list[LoweredGroup] = []
     for index, (group, names) in enumerate(zip(groups, members, strict=True)):
         label = _label(group, index)
-        _check_route(group, label)
         extra = {key: value for key, value in group.items() if key not in _CONSUMED}
         for route, table, base in (("muon", _MUON_KEYS, defaults.muon), ("adamw", _ADAMW_KEYS, defaults.adamw)):
             chosen = [name for name in names if name in trainable and (name in muon_names) == (route == "muon")]
@@ -181,17 +182,38 @@ def _members(params: Any) -> list[tuple[str | None, Tensor]]:
     return pairs
 
 
-def _check_route(group: Mapping[str, Any], label: str) -> None:
-    for key in _ROUTE_KEYS:
-        if group.get(key, "muon") != "muon":
-            raise NotImplementedError(
-                f"group {label!r} sets {key}={group[key]!r}: forcing dedicated parameters off the muon route is not "
-                "built. Leave them out of the predicate of dedicate_params() and they train with AdamW."
-            )
+def forced_routes(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
+    """Canonical name to the route that its group sets by ``dmuon_route``, ``dmuon_optimizer`` or ``matrix_optimizer``.
+
+    It holds for managed parameters, which are those that are dedicated or that Muon's predicate selects; what else is
+    in the group trains with AdamW anyway.
+
+    Raises:
+        ConfigurationError: A group sets two routes, or one that does not exist.
+        NotImplementedError: A group asks for a route that is not built.
+    """
+    names = {id(param): canonical_name(name, model) for name, param in model.named_parameters()}
+    forced: dict[str, str] = {}
+    for index, group in enumerate(groups or ()):
+        route = _route_of(group, _label(group, index))
+        if route is not None:
+            members = (names.get(id(param)) for _, param in _members(group.get("params", ())))
+            forced |= {name: route for name in members if name is not None}
+    return forced
+
+
+def _route_of(group: Mapping[str, Any], label: str) -> str | None:
+    given = {key: group[key] for key in _ROUTE_KEYS if group.get(key) is not None}
+    if len(set(map(str, given.values()))) > 1:
+        raise ConfigurationError(f"group {label!r} asks for several routes: {given}")
+    for key, route in given.items():
+        return check_route(route, f"group {label!r} ({key})")
     if "route" in group:
         raise ConfigurationError(
-            f"group {label!r} sets 'route', which follows from dedicate_params(): remove it, or rename your own key"
+            f"group {label!r} sets 'route', which follows from dedicate_params(): name it 'dmuon_route' to force it, "
+            "or rename your own key"
         )
+    return None
 
 
 def _check_distinct(names: Sequence[str]) -> None:

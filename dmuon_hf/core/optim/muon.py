@@ -24,11 +24,13 @@ from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrat
 from dmuon_hf.core.optim.groups import (
     Defaults,
     LoweredGroup,
+    forced_routes,
     frozen_parameters,
     lower_groups,
     trainable_parameters,
 )
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
+from dmuon_hf.core.optim.managed import ManagedAdamW
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
@@ -76,8 +78,10 @@ class Muon(Optimizer):
         param_groups: Semantic groups, each with ``params`` and optionally ``group_name``, ``lr``, ``weight_decay`` (for
             both routes), ``muon_lr``, ``muon_weight_decay``, ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale``,
             ``adamw_lr``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``; other keys are kept. Every trainable
-            parameter is in exactly one; a frozen one may be in the one that it is to join when it is unfrozen. Each
-            becomes ``<name>/muon`` and ``<name>/adamw``, made where any of it trains.
+            parameter is in exactly one; a frozen one may be in the one that it is to join when it is unfrozen.
+            ``dmuon_route``, ``dmuon_optimizer`` or ``matrix_optimizer``, ``"muon"`` or ``"adamw"``, puts the dedicated
+            parameters of a group on that route, whatever the policy of ``dedicate_params`` says. Each becomes
+            ``<name>/muon`` and ``<name>/adamw``, made where any of it trains.
         ns_backend: ``"gram"``, ``"direct"``, ``"auto"`` or a ``NewtonSchulz``.
         nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
         replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``. With
@@ -164,8 +168,10 @@ class Muon(Optimizer):
             adamw={"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay},
         )
         self._model = model
-        self._selection = Selection(predicate, matrix_spec_fn)
+        user_groups = None if param_groups is None else [_materialised(group) for group in param_groups]
+        self._selection = Selection(predicate, matrix_spec_fn, forced_routes(model, user_groups))
         self._runtime, self._sources = sources_of(model, self._selection)
+        self._managed = ManagedAdamW(self._runtime, self._selection.forced)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
         if isinstance(self._orthogonalize, NewtonSchulz):
             require_same_on_all_ranks(self._orthogonalize, self._ranks)
@@ -179,7 +185,7 @@ class Muon(Optimizer):
         """Logical matrices orthogonalised on this rank so far."""
         self.last_muon_grad_clip_stats: MuonGradClipStats | None = None
         """Statistics of the most recent ``clip_grad_norm_``."""
-        lowered = self._lower(param_groups, defaults)
+        lowered = self._lower(user_groups, defaults)
         self._names = [group.names for group in lowered]
         self._waiting = [group.waiting for group in lowered]
         self._binding = self._bind_to_model()
@@ -196,18 +202,19 @@ class Muon(Optimizer):
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _lower(self, user_groups: Iterable[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
+    def _lower(self, user_groups: Sequence[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
         trainable, frozen = trainable_parameters(self._model), frozen_parameters(self._model)
         lowered = lower_groups(trainable, self._muon_names, user_groups, defaults, frozen)
         if not any(group.options["route"] == "muon" for group in lowered):
             raise ConfigurationError(
-                "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them or widen the "
-                "predicate of dedicate_params()"
+                "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them, widen the "
+                "predicate of dedicate_params(), or leave some on the muon route"
             )
         return lowered
 
     def _bind_to_model(self) -> Binding:
-        return Binding(self._model, self._runtime, self._waiting, self._selection.predicate)
+        muon = {id(param) for source in self._sources for param in source.params.values()}
+        return Binding(self._model, self._runtime, self._waiting, muon, self._selection.predicate)
 
     @property
     def _muon_names(self) -> set[str]:
@@ -232,11 +239,20 @@ class Muon(Optimizer):
         layouts = self._state_layouts()
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param] = fresh_state(layouts.get(id(param), param), group["route"])
+                self.state[param] = self._fresh_state(param, group["route"], layouts)
+
+    def _fresh_state(self, param: nn.Parameter, route: str, layouts: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        return fresh_state(layouts.get(id(param), param), route, self._state_dtypes.get(id(param)))
 
     def _state_layouts(self) -> dict[int, Tensor]:
         """What the state of dedicated parameters is laid out like, by their identity; of all others it is like them."""
         return {id(matrix.param): matrix.state_like for matrix in self._runtime.dedicated.values()}
+
+    @property
+    def _state_dtypes(self) -> dict[int, torch.dtype]:
+        """By the identity of the parameter, where its policy says."""
+        matrices = self._runtime.dedicated.values()
+        return {id(matrix.param): matrix.optim_dtype for matrix in matrices if matrix.optim_dtype is not None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed at construction, where each parameter gets its route.
@@ -266,6 +282,7 @@ class Muon(Optimizer):
         muon_names = {name for source in sources for name in source.params}
         check_rebindable(self.param_groups, self._names, by_name, muon_names)
         self._model, self._runtime, self._sources = model, runtime, sources
+        self._managed = ManagedAdamW(runtime, self._selection.forced)
         self._binding = self._bind_to_model()
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"] = [by_name[name] for name in names]
@@ -294,7 +311,7 @@ class Muon(Optimizer):
         for group, old in zip(self.param_groups, before, strict=True):
             for key, value in old.items():
                 group.setdefault(key, value)
-        restore_state(self.param_groups, self.state, state_dict, state_before)
+        restore_state(self.param_groups, self.state, state_dict, state_before, self._state_dtypes)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Muon is bound to a model on this rank and cannot be copied or pickled: save its state_dict()")
@@ -346,7 +363,7 @@ class Muon(Optimizer):
         with torch.profiler.record_function("dmuon::agreement"):
             verdict = agree_on_step(
                 runtime,
-                [source.flags() for source in self._sources],
+                [self._managed.flags(), *(source.flags() for source in self._sources)],
                 local_grads(self.param_groups),
                 findings,
                 grad_scale=grad_scale,
@@ -362,12 +379,14 @@ class Muon(Optimizer):
         take_cycled_momentum(self.param_groups)
         rules = muon_rules(self.param_groups)
         on_batch = self._progress.on_batch if self._progress.active else None
-        for source, reached in zip(self._sources, verdict.reached, strict=True):
+        managed, *in_sources = verdict.reached
+        self._managed.update(self.param_groups, self.state, managed)
+        for source, reached in zip(self._sources, in_sources, strict=True):
             self.ns_matrices += source.update(rules, self.state, reached, self._orthogonalize, on_batch=on_batch)
         self._progress.finish()
         for group in self.param_groups:
             if group["route"] == "adamw":
-                step_adamw(group, self.state)
+                step_adamw(group, self.state, [p for p in group["params"] if id(p) not in self._managed.ids])
         if not self._replicate_async:
             runtime.finish_publish()
         return loss
@@ -394,7 +413,7 @@ class Muon(Optimizer):
     def _add_state(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
         layouts = self._state_layouts() if joined else {}
         for param, route in joined:
-            self.state[param] = fresh_state(layouts.get(id(param), param), route)
+            self.state[param] = self._fresh_state(param, route, layouts)
 
     def _count_skip(self) -> None:
         self.skipped_steps += 1
@@ -441,6 +460,12 @@ class Muon(Optimizer):
             foreach=foreach,
             strategy="global_norm" if strategy is None else strategy,
         )
+
+
+def _materialised(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's group whose parameters, maybe of a generator, can be read more than once."""
+    given = group.get("params")
+    return dict(group) if given is None or isinstance(given, Tensor) else {**group, "params": list(given)}
 
 
 def _is_first_rank() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +20,36 @@ __all__ = ["OwnedSource"]
 
 
 class OwnedSource:
-    """`MatrixSource` of the dedicated parameters of a runtime; plain ones in a single process."""
+    """`MatrixSource` of the dedicated parameters of a runtime; plain ones in a single process.
+
+    Args:
+        runtime: The model's.
+        forced: Canonical name to the route that the caller's groups put it on, whatever the policy of
+            ``dedicate_params`` said. What is on another route than muon is left to :class:`ManagedAdamW`.
+
+    Raises:
+        ConfigurationError: A group forces something that is no matrix onto the muon route.
+    """
 
     route = "muon"
 
-    def __init__(self, runtime: OptimizerRuntime) -> None:
+    def __init__(self, runtime: OptimizerRuntime, forced: Mapping[str, str]) -> None:
         self._runtime = runtime
+        self._taken = [forced.get(name, matrix.route) == "muon" for name, matrix in runtime.dedicated.items()]
+        self._matrices = list(compress(runtime.dedicated.values(), self._taken))
+        for matrix in self._matrices:
+            if matrix.route != "muon":
+                _check_shape(matrix)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
-        return {name: matrix.param for name, matrix in self._runtime.dedicated.items()}
+        return {matrix.name: matrix.param for matrix in self._matrices}
 
     def flags(self) -> Tensor:
         """One per matrix, in plan order."""
-        return torch.tensor([float(flag) for flag in self._runtime.grad_flags()], dtype=torch.float32)
+        return torch.tensor(
+            [float(flag) for flag in compress(self._runtime.grad_flags(), self._taken)], dtype=torch.float32
+        )
 
     def update(
         self,
@@ -50,7 +67,7 @@ class OwnedSource:
         """
         taken: dict[int, MuonRule] = {}
         mine: dict[int, OwnedMatrix] = {}
-        for matrix, has_grad in zip(self._runtime.dedicated.values(), reached, strict=True):
+        for matrix, has_grad in zip(self._matrices, reached, strict=True):
             key = id(matrix.param)
             if has_grad and key in rules:
                 taken[key] = rules[key]
@@ -63,8 +80,15 @@ class OwnedSource:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the matrices that this rank owns; under replication of all, which every rank holds."""
-        held = {name: matrix.held_grad for name, matrix in self._runtime.dedicated.items()}
+        held = {matrix.name: matrix.held_grad for matrix in self._matrices}
         return {name: grad for name, grad in held.items() if grad is not None}
+
+
+def _check_shape(matrix: DedicatedMatrix) -> None:
+    try:
+        matrix.spec.validate(tuple(matrix.param.shape))
+    except (ConfigurationError, NotImplementedError) as error:
+        raise type(error)(f"{matrix.name} cannot be put on the muon route by its group: {error}") from error
 
 
 def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor) -> OwnedMatrix:

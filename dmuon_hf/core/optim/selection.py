@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import nn
@@ -24,10 +24,14 @@ MatrixSpecFn: TypeAlias = Callable[[str, nn.Parameter], "MatrixSpec | None"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which parameters without an owner are matrices, and how they decompose; none without a predicate."""
+    """Which parameters without an owner are matrices, and how they decompose; none without a predicate.
+
+    ``forced`` are routes that the caller's groups ask for, by canonical name.
+    """
 
     predicate: Predicate | None = None
     matrix_spec_fn: MatrixSpecFn | None = None
+    forced: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.predicate is None and self.matrix_spec_fn is not None:
@@ -52,7 +56,7 @@ class Selection:
             aliases.setdefault(id(param), []).append(canonical_name(name, model))
         chosen: list[ShardedMatrix] = []
         for name, param in trainable_parameters(model).items():
-            if id(param) in dedicated:
+            if id(param) in dedicated or self.forced.get(name, "muon") != "muon":
                 continue
             spec = stacks.get(name)
             if self.predicate is not None and any(self.predicate(alias, param) for alias in aliases[id(param)]):
@@ -76,7 +80,7 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
         dedicated = {id(matrix.param) for matrix in runtime.dedicated.values()}
         chosen = selection.matrices(model, dedicated, runtime.stacks)
         if not chosen:
-            return runtime, (OwnedSource(runtime),)
+            return runtime, (OwnedSource(runtime, selection.forced),)
         beyond = set(ranks_of([matrix.param for matrix in chosen])).difference(runtime.topology.ranks or ())
         if beyond and runtime.topology.ranks is not None:
             raise NotImplementedError(
@@ -84,7 +88,7 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
                 f"{sorted(beyond)} too, where no matrix has its owner: dedicate nothing, and select all in "
                 "Muon(predicate=...)"
             )
-        return runtime, (OwnedSource(runtime), ShardedSource(chosen))
+        return runtime, (OwnedSource(runtime, selection.forced), ShardedSource(chosen))
     chosen = selection.matrices(model)
     if not chosen:
         raise ConfigurationError(

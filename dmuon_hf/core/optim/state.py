@@ -22,19 +22,19 @@ _STATE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def fresh_state(param: Tensor, route: str) -> dict[str, Tensor]:
+def fresh_state(param: Tensor, route: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Zero state of one parameter; tensors have the parameter's own layout, so empty rows off the owner.
 
     muon: ``momentum_buffer`` in fp32 (fp64 for fp64 parameters). adamw: as ``torch.optim.AdamW``, with ``step`` an fp32
-    scalar on the CPU.
+    scalar on the CPU. ``dtype`` is that of the tensors, by default the momentum's own or the parameter's.
     """
     with torch.no_grad():
         if route == "muon":
-            return {"momentum_buffer": torch.zeros_like(param, dtype=momentum_dtype(param))}
+            return {"momentum_buffer": torch.zeros_like(param, dtype=dtype or momentum_dtype(param))}
         return {
             "step": torch.tensor(0.0, dtype=torch.float32),
-            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+            "exp_avg": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
         }
 
 
@@ -129,12 +129,14 @@ def restore_state(
     state: MutableMapping[Tensor, dict[str, Any]],
     state_dict: Mapping[str, Any],
     previous: Mapping[Tensor, dict[str, Any]],
+    dtypes: Mapping[int, torch.dtype],
 ) -> None:
     """Correct ``state`` as ``torch.optim.Optimizer.load_state_dict`` left it after loading ``state_dict``.
 
     It casts floating-point state to the parameter's dtype, which would round the fp32 momentum of a bf16 parameter, and
     leaves ``step`` on whichever device it was saved from, where reading it would synchronise. A parameter that was
-    frozen since, and so has no entry, keeps its ``previous`` state.
+    frozen since, and so has no entry, keeps its ``previous`` state. ``dtypes`` are those that the policy of a parameter
+    asks for, by its identity.
     """
     keys = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     for group in groups:
@@ -145,6 +147,10 @@ def restore_state(
                 continue
             entry = state[param]
             if group["route"] == "muon":
-                entry["momentum_buffer"] = saved["momentum_buffer"].to(device=param.device, dtype=momentum_dtype(param))
+                wanted = dtypes.get(id(param)) or momentum_dtype(param)
+                entry["momentum_buffer"] = saved["momentum_buffer"].to(device=param.device, dtype=wanted)
             else:
+                if id(param) in dtypes:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        entry[key] = saved[key].to(device=param.device, dtype=dtypes[id(param)])
                 entry["step"] = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu")

@@ -46,15 +46,15 @@ def muon_rules(groups: Iterable[Group]) -> dict[int, MuonRule]:
     return rules
 
 
-def step_adamw(group: Group, state: State) -> None:
-    """Update this rank's part of every parameter of an adamw group that has a gradient. No communication."""
-    params = [param for param in group["params"] if param.grad is not None]
+def step_adamw(group: Group, state: State, params: Iterable[Tensor]) -> None:
+    """Update this rank's part of those of ``params``, all of an adamw group, that have a gradient. No communication."""
+    params = [param for param in params if param.grad is not None]
     if not params:
         return
     with torch.profiler.record_function(f"dmuon::adamw {group['group_name']}"):
         apply_adamw(
             [local_tensor(param, "a parameter") for param in params],
-            [local_tensor(param.grad, "a gradient") for param in params],
+            [local_tensor(param.grad, "a gradient") for param in params if param.grad is not None],
             [{key: local_tensor(value, f"state {key!r}") for key, value in state[param].items()} for param in params],
             {**group, "lr": scalar(group["lr"])},
         )

@@ -78,6 +78,11 @@ def momentum_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)
 
 
+def _computed_in(matrix: OwnedMatrix) -> torch.dtype:
+    """The dtype of the arithmetic of an update, where weight or momentum may be kept in less."""
+    return torch.promote_types(momentum_dtype(matrix.weight), matrix.momentum.dtype)
+
+
 @torch.no_grad()
 def apply_muon(
     matrices: Sequence[OwnedMatrix],
@@ -115,7 +120,8 @@ def _batches(matrices: Sequence[OwnedMatrix], max_numel: int) -> Iterator[list[O
     alike: dict[Any, list[OwnedMatrix]] = {}
     for matrix in matrices:
         weight = matrix.weight
-        alike.setdefault((weight.shape, matrix.spec, weight.dtype, weight.device), []).append(matrix)
+        kind = (weight.shape, matrix.spec, weight.dtype, matrix.momentum.dtype, weight.device)
+        alike.setdefault(kind, []).append(matrix)
     for group in alike.values():
         size = max(1, max_numel // max(1, group[0].weight.numel()))
         for start in range(0, len(group), size):
@@ -124,10 +130,14 @@ def _batches(matrices: Sequence[OwnedMatrix], max_numel: int) -> Iterator[list[O
 
 def advance_momentum(batch: Sequence[OwnedMatrix], rule: MuonRule) -> Sequence[Tensor]:
     """Move the momentum buffers on by one gradient and return what Newton-Schulz sees. Elementwise."""
-    momenta = [matrix.momentum for matrix in batch]
-    grads = [matrix.grad.to(matrix.momentum.dtype) for matrix in batch]
+    kept = [matrix.momentum for matrix in batch]
+    wide = _computed_in(batch[0])
+    momenta = kept if kept[0].dtype is wide else [momentum.to(wide) for momentum in kept]
+    grads = [matrix.grad.to(wide) for matrix in batch]
     torch._foreach_mul_(momenta, rule.momentum)
     torch._foreach_add_(momenta, grads)
+    if momenta is not kept:
+        torch._foreach_copy_(kept, momenta)
     if rule.nesterov:
         return torch._foreach_add(grads, momenta, alpha=rule.momentum)
     return momenta
@@ -156,9 +166,9 @@ def orthogonal_updates(stacks: Sequence[Stack], orthogonalize: Orthogonalize) ->
 
 
 def apply_updates(batch: Sequence[OwnedMatrix], updates: Sequence[Tensor], rule: MuonRule) -> None:
-    """Decay the weights and subtract ``lr`` times the updates, in the precision of the momentum. Elementwise."""
+    """Decay the weights and subtract ``lr`` times the updates, in fp32 at least. Elementwise."""
     weights = [matrix.weight for matrix in batch]
-    wide = batch[0].momentum.dtype
+    wide = _computed_in(batch[0])
     rounded = weights[0].dtype != wide
     masters = [weight.to(wide) for weight in weights] if rounded else weights
     if rule.weight_decay != 0.0:

@@ -44,5 +44,5 @@ def newton_schulz_calls(units: Sequence[MatrixUnit], rules: Mapping[int, MuonRul
 def _without_data(matrix: DedicatedMatrix) -> OwnedMatrix:
     param = matrix.param
     weight = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    momentum = torch.empty(param.shape, dtype=momentum_dtype(param), device="meta")
-    return OwnedMatrix(matrix.name, weight, torch.empty_like(momentum), momentum, matrix.spec)
+    momentum = torch.empty(param.shape, dtype=matrix.optim_dtype or momentum_dtype(param), device="meta")
+    return OwnedMatrix(matrix.name, weight, torch.empty_like(weight), momentum, matrix.spec)

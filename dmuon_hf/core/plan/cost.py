@@ -15,6 +15,7 @@ __all__ = [
     "FOOTPRINT_FLOPS",
     "CostModel",
     "LinkCosts",
+    "elementwise_cost",
     "matrix_cost",
     "newton_schulz_flops",
     "sharing_is_cheaper",
@@ -61,6 +62,11 @@ def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "o
         for logical in spec.logical_shapes(shape)
     )
     return flops + FOOTPRINT_FLOPS * numel
+
+
+def elementwise_cost(numel: int, *, model: CostModel = "optimizer") -> int:
+    """Cost of owning a parameter of ``numel`` elements whose update is elementwise, in the terms of `matrix_cost`."""
+    return numel if model == "numel" else FOOTPRINT_FLOPS * numel
 
 
 @dataclass(frozen=True, slots=True)

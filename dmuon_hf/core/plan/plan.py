@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan.cost import CostModel, matrix_cost
+from dmuon_hf.core.plan.cost import CostModel, elementwise_cost, matrix_cost
 from dmuon_hf.core.plan.matrices import MatrixSpec
 from dmuon_hf.core.plan.partition import OwnerStrategy, Slot, WorkItem, assign_owners, imbalance
 
@@ -33,6 +33,7 @@ class Candidate:
         spec: its logical matrices.
         unit: name of the unit (hook boundary) that gathers it.
         group: assignment group, within which small parameters are packed and owners capped; the unit unless given.
+        route: ``"muon"``, or ``"adamw"`` for a parameter of any shape whose owner updates it elementwise.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Candidate:
     spec: MatrixSpec = field(default_factory=MatrixSpec)
     aliases: tuple[str, ...] = ()
     group: str | None = None
+    route: str = "muon"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class ParamEntry:
     unit: str
     owner: Slot
     cost: int
+    route: str = "muon"
 
     @property
     def numel(self) -> int:
@@ -64,8 +67,8 @@ class ParamEntry:
 
     @property
     def logical_shapes(self) -> list[tuple[int, int]]:
-        """The ``(out, in)`` shape of each logical matrix."""
-        return self.spec.logical_shapes(self.shape)
+        """The ``(out, in)`` shape of each logical matrix; none on the adamw route."""
+        return self.spec.logical_shapes(self.shape) if self.route == "muon" else []
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, read back by :meth:`from_json`."""
@@ -78,6 +81,7 @@ class ParamEntry:
             "unit": self.unit,
             "owner": list(self.owner),
             "cost": self.cost,
+            "route": self.route,
         }
 
     @classmethod
@@ -93,6 +97,7 @@ class ParamEntry:
             unit=data["unit"],
             owner=(shard, replicate),
             cost=data["cost"],
+            route=data.get("route", "muon"),
         )
 
 
@@ -123,7 +128,8 @@ class Plan:
             raise ConfigurationError(f"unit names must be unique, got {self.units}")
         known = set(self.units)
         for entry in self.entries:
-            entry.spec.validate(entry.shape)
+            if entry.route == "muon":
+                entry.spec.validate(entry.shape)
             if entry.unit not in known:
                 raise ConfigurationError(
                     f"{entry.name} belongs to unit {entry.unit!r}, which is not among {self.units}"
@@ -267,6 +273,7 @@ def make_plan(
             unit=candidate.unit,
             owner=owners[candidate.name],
             cost=item.cost,
+            route=candidate.route,
         )
         for candidate, item in zip(candidates, items, strict=True)
     )
@@ -280,6 +287,8 @@ def make_plan(
 
 
 def _cost(candidate: Candidate, model: CostModel) -> int:
+    if candidate.route != "muon":
+        return elementwise_cost(math.prod(candidate.shape), model=model)
     try:
         return matrix_cost(candidate.shape, candidate.spec, model=model)
     except (ConfigurationError, NotImplementedError) as error:

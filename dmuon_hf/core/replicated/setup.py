@@ -15,6 +15,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan, make_plan
+from dmuon_hf.core.policy import ParamPolicyFn, policy_source
 from dmuon_hf.core.replicated.averaging import GradientAveraging
 from dmuon_hf.core.replicated.bucket import GradBucket
 from dmuon_hf.core.replicated.params import ReplicatedParam
@@ -31,7 +32,7 @@ from dmuon_hf.core.setup import (
     Predicate,
     compare_plans,
     log_plan,
-    refuse_unbuilt,
+    policies_text,
     select,
     setting,
     switch,
@@ -54,8 +55,8 @@ def dedicate_params_ddp(
     owner_strategy: str | None = None,
     owner_cost_model: str | None = None,
     pack_small_params: bool | None = None,
-    param_policy: Mapping[str, object] | None = None,
-    param_policy_fn: Callable[..., Any] | None = None,
+    param_policy: Mapping[str, Any] | None = None,
+    param_policy_fn: ParamPolicyFn | None = None,
     process_group_policy: str | None = None,
     *,
     matrix_spec_fn: MatrixSpecFn | None = None,
@@ -80,8 +81,8 @@ def dedicate_params_ddp(
         hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver, assignment_group_key_fn,
         max_owners_per_group, owner_strategy, owner_cost_model, pack_small_params, process_group_policy, matrix_spec_fn:
             As in :func:`dmuon_hf.core.dedicate_params`. Gradients travel, and updates arrive, by hook boundary.
-        param_policy, param_policy_fn: Belong to modes that are not built; other values than ``None`` raise
-            ``NotImplementedError``.
+        param_policy, param_policy_fn: As in :func:`dmuon_hf.core.dedicate_params`. ``route``, ``grad_dtype`` and
+            ``optim_dtype`` act; weights are the model's own here, so that the other fields change nothing.
 
     Returns:
         Rank in ``mesh`` of the owner of each selected parameter.
@@ -92,13 +93,14 @@ def dedicate_params_ddp(
         LockstepError: The ranks' plans differ; the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
-    refuse_unbuilt(param_policy=(param_policy, None), param_policy_fn=(param_policy_fn, None))
+    policy_of = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=None)
     _check_model(model, mesh)
     targets, candidates, frozen = select(
         model,
         predicate,
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
+        policy_of=policy_of,
         boundary=lambda name, param: boundary_of(
             model,
             name,
@@ -119,7 +121,7 @@ def dedicate_params_ddp(
         hsdp_column_balance=True,
         pack_small_params=switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
         max_owners_per_group=max_owners_per_group,
-        settings={"compute_dtype": str(compute_dtype), "replicated": True},
+        settings={"compute_dtype": str(compute_dtype), "replicated": True, "policies": policies_text(targets)},
     )
     compare_plans(plan, topology)
     runtime = _build(model, plan, targets, topology, compute_dtype)
@@ -169,6 +171,8 @@ def _build(
             owner=entry.owner,
             unit=entry.unit,
             boundary=target.boundary,
+            route=entry.route,
+            optim_dtype=target.policy.optim_dtype,
         )
     broadcast_from_first([param.param for param in params.values()], topology)
     averaging = GradientAveraging(model)
@@ -180,7 +184,9 @@ def _build(
             [(param.name, param.param) for param in members],
             group=topology.shard_group,
             context=context,
-            dtype=dtype or average_dtype([param.param for param in members]),
+            dtype=targets[members[0].name].policy.grad_dtype
+            or dtype
+            or average_dtype([param.param for param in members]),
         )
         averaging.add([bucket], late=False)
         publish = UnitPublish(name, members, group=topology.shard_group, context=context)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import ParamEntry, Plan
+from dmuon_hf.core.policy import ParamPolicy
+from dmuon_hf.core.runtime.casting import register_casts
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.gradients import UnitGrads
@@ -27,11 +29,12 @@ __all__ = ["RuntimeOptions", "Target", "build_runtime", "is_deferred"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter to be dedicated: the object, every ``(module, attribute)`` that holds it, and its boundary."""
+    """A parameter to be dedicated: the object, every ``(module, attribute)`` that holds it, boundary and policy."""
 
     param: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
     boundary: nn.Module
+    policy: ParamPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def build_runtime(
     context = DedicatedCommContext(topology.device, topology.replicate_group)
     context.monitor.start(topology)
     if topology.is_distributed:
-        _check_dtypes(plan, options)
+        _check_dtypes(plan, targets, options)
     if options.source_rank is not None and topology.size > 1:
         _check_source(options.source_rank, targets, topology)
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
@@ -91,14 +94,19 @@ def build_runtime(
         delay_second_stage=options.delay_second_stage,
     )
     runtime.register_hooks(root)
+    if topology.is_distributed:
+        register_casts(
+            {name: (target.policy, [module for module, _ in target.places]) for name, target in targets.items()}
+        )
     return runtime
 
 
-def _check_dtypes(plan: Plan, options: RuntimeOptions) -> None:
+def _check_dtypes(plan: Plan, targets: Mapping[str, Target], options: RuntimeOptions) -> None:
     if options.compute_dtype is not None:
         return
     for unit in plan.units:
-        dtypes = {entry.dtype for entry in plan.unit_entries(unit)}
+        entries = plan.unit_entries(unit)
+        dtypes = {entry.dtype for entry in entries if targets[entry.name].policy.param_dtype is None}
         if len(dtypes) > 1:
             raise ConfigurationError(
                 f"the parameters of unit {unit!r} have several dtypes {sorted(map(str, dtypes))} and travel in one "
@@ -125,7 +133,8 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
     if topology.mesh is not None:
         shape = torch.Size(entry.shape)
         owner = topology.flat_rank(entry.owner)
-        local = _initial_local(entry, param, owner, topology, options)
+        dtype = target.policy.master_dtype or options.master_dtype or entry.dtype
+        local = _initial_local(entry, param, owner, topology, options.source_rank, dtype)
         origin = Origin(entry.name, entry.unit)
         owned = OwnedTensor.from_local(local, topology.mesh, owner=owner, shape=shape, origin=origin)
         param = nn.Parameter(owned, requires_grad=target.param.requires_grad)
@@ -139,6 +148,8 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
         unit=entry.unit,
         boundary=target.boundary,
         hsdp=topology.is_hsdp,
+        route=entry.route,
+        optim_dtype=target.policy.optim_dtype,
     )
     if param is not target.param:
         _carry_hooks(target.param, dedicated)
@@ -155,14 +166,13 @@ def _carry_hooks(original: nn.Parameter, dedicated: DedicatedParam) -> None:
 
 @torch.no_grad()
 def _initial_local(
-    entry: ParamEntry, param: nn.Parameter, owner: int, topology: Topology, options: RuntimeOptions
+    entry: ParamEntry, param: nn.Parameter, owner: int, topology: Topology, source: int | None, dtype: torch.dtype
 ) -> Tensor:
     """What this rank keeps of a parameter: the matrix on its owner, no rows elsewhere; on meta if the model is."""
-    dtype = options.master_dtype or entry.dtype
     is_owner = topology.slot == entry.owner
     value: Tensor | None = param.detach()
-    if options.source_rank is not None and topology.size > 1:
-        value = _moved_to_owner(entry, param.detach(), owner, topology, options.source_rank)
+    if source is not None and topology.size > 1:
+        value = _moved_to_owner(entry, param.detach(), owner, topology, source)
     elif is_deferred(param, topology):
         rows = entry.shape[0] if is_owner else 0
         return torch.empty((rows, *entry.shape[1:]), dtype=dtype, device="meta")
@@ -207,8 +217,9 @@ def _build_unit(
         replicate_size=topology.replicate_size,
     )
     ordered = [params[entries[i].name] for i in layout.order]
-    compute_dtype = options.compute_dtype or entries[0].dtype
-    reduce_dtype = options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
+    policy = targets[entries[0].name].policy
+    compute_dtype = policy.param_dtype or options.compute_dtype or entries[0].dtype
+    reduce_dtype = policy.grad_dtype or options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
     weights = UnitWeights(
         name=name,
         params=ordered,

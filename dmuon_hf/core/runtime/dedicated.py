@@ -28,11 +28,14 @@ class DedicatedParam:
         places: Every ``(module, attribute)`` that holds it.
         unit: Name of the hook boundary.
         boundary: The module of that name.
+        route: ``"muon"`` or ``"adamw"``.
+        optim_dtype: Dtype of the tensors of its optimizer state; ``None`` is the optimizer's choice.
     """
 
     __slots__ = (
         "_dtype", "_hsdp",
-        "_is_meta", "_shape", "aliases", "boundary", "name", "owner", "param", "places", "spec", "unit"
+        "_is_meta", "_shape", "aliases", "boundary", "name", "optim_dtype", "owner",
+        "param", "places", "route", "spec", "unit"
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +50,8 @@ class DedicatedParam:
         unit: str,
         boundary: nn.Module,
         hsdp: bool,
+        route: str = "muon",
+        optim_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.aliases = aliases
@@ -56,6 +61,8 @@ class DedicatedParam:
         self.owner = owner
         self.unit = unit
         self.boundary = boundary
+        self.route = route
+        self.optim_dtype = optim_dtype
         self._hsdp = hsdp
         self._dtype, self._shape, self._is_meta = param.dtype, param.shape, param.is_meta
 
