@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from dmuon_hf.boundaries import HookBoundaries, embeddings
+from dmuon_hf.boundaries import embeddings
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.survey import Survey
 
 if TYPE_CHECKING:
     from accelerate.state import AcceleratorState
@@ -63,21 +64,15 @@ def check_any_muon(model: nn.Module, specs: Sized) -> None:
         )
 
 
-def check_shared_parameters(model: nn.Module) -> None:
+def check_shared_parameters(found: Survey) -> None:
     """Refuse weights that FSDP2 groups of accelerate would share: only one tie is put into one group, input to output.
 
     Encoder-decoder models that share their embedding among encoder, decoder and head are of this kind.
     """
-    tied = embeddings(model)
-    boundaries = HookBoundaries(model)
-    holders: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(parameter, []).append(name)
-    for names in holders.values():
-        if len(names) == 1:
-            continue
-        modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
-        blocks = {boundaries.block_name(name) for name in names}
+    tied = embeddings(found.model)
+    for names in found.ties:
+        modules = [found.module_of(name) for name in names]
+        blocks = {found.boundaries.block_name(name) for name in names}
         if len(blocks) == 1 and None not in blocks:
             continue
         if not all(any(module is allowed for allowed in tied) for module in modules):

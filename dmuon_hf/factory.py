@@ -23,6 +23,7 @@ from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
 from dmuon_hf.presets import muon_specs, routes
+from dmuon_hf.survey import survey
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -48,6 +49,8 @@ class DMuonOptions:
     lr_scale: Literal["match_rms_adamw", "original", "spectral", "none"] = "match_rms_adamw"
     predicate: Predicate | None = None
     routes: Mapping[str, str] | None = None
+    layouts: Mapping[str, dmuon.MatrixSpec | str] | None = None
+    per_head: bool = False
     replicate_async: bool = True
 
     def __post_init__(self) -> None:
@@ -131,6 +134,10 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
             `"none"`. All but the first need `muon_lr`.
         predicate: `(name, parameter) -> bool` choosing the Muon weights instead of the presets.
         routes: `{name or shell pattern: "muon" | "adamw"}`, exceptions to the presets or the predicate.
+        layouts: `{name or shell pattern: MatrixSpec}`, the logical matrices of fused weights that the presets do not
+            know or that are to be cut otherwise; instead of a `MatrixSpec` also `"whole"`, `"qkv"`, `"qkv_per_head"`,
+            `"qkv_per_key_value_head"`, `"kv"`, `"gate_up"`, `"gate_up_alternating"` or `"query_gate_per_head"`.
+        per_head: orthogonalise queries, keys and values head by head.
         replicate_async: under HSDP, publish updated weights while the next forward runs.
 
     Raises:
@@ -218,17 +225,26 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
     launch = current_launch()
     runtime = runtime_of(model)
     if runtime is not None:
-        if options.predicate is not None or options.routes is not None:
+        if any(value is not None for value in (options.predicate, options.routes, options.layouts)) or options.per_head:
             raise ConfigurationError(
-                "the model already has dedicated parameters, so predicate= and routes= would have no effect: leave "
-                "them out, or leave the dedication to this call"
+                "the model already has dedicated parameters, so predicate=, routes=, layouts= and per_head= would have "
+                "no effect: leave them out, or leave the dedication to this call"
             )
         return runtime
-    specs = muon_specs(routes(model, predicate=options.predicate, overrides=options.routes))
+    found = survey(model, launch.block_classes)
+    table = routes(
+        model,
+        predicate=options.predicate,
+        overrides=options.routes,
+        layouts=options.layouts,
+        per_head=options.per_head,
+        found=found,
+    )
+    specs = muon_specs(table)
     checks.check_any_muon(model, specs)
     if launch.shard_mesh is not None:
-        checks.check_shared_parameters(model)
-    launch.dedicate(model, specs)
+        checks.check_shared_parameters(found)
+    launch.dedicate(found, specs)
     return require_runtime(model)
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon_hf.core as dmuon
 from dmuon_hf import checks
-from dmuon_hf.boundaries import HookBoundaries
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.survey import Survey
 
 __all__ = ["Launch", "current_launch"]
 
@@ -24,8 +23,8 @@ __all__ = ["Launch", "current_launch"]
 class Launch:
     """Where and how to dedicate. The default is one process, where parameters stay whole.
 
-    `block_classes`: class names that FSDP2 wraps, or None for the model's own. `source_rank`: the data-parallel rank
-    that alone has loaded the weights, or None when all have.
+    `block_classes`: names of classes that the user wants wrapped, None for the model's own blocks. `source_rank`: the
+    data-parallel rank that alone has loaded the weights, or None when all have.
     """
 
     shard_mesh: DeviceMesh | None = None
@@ -37,15 +36,19 @@ class Launch:
     block_classes: tuple[str, ...] | None = None
     source_rank: int | None = None
 
-    def dedicate(self, model: nn.Module, specs: Mapping[str, MatrixSpec]) -> None:
-        """Give the parameters named in `specs` (canonical names) their owners. Collective on a mesh."""
+    def dedicate(self, found: Survey, specs: Mapping[str, MatrixSpec]) -> None:
+        """Give the parameters of a surveyed model named in `specs` (canonical names) their owners.
+
+        Collective on a mesh.
+        """
+        model = found.model
         dmuon.dedicate_params(
             model,
             self.shard_mesh,
             replicate_mesh=self.replicate_mesh,
             predicate=lambda name, parameter: canonical_name(name, model) in specs,
             matrix_spec_fn=lambda name, parameter: specs[canonical_name(name, model)],
-            hook_boundary_resolver=HookBoundaries(model, self.block_classes),
+            hook_boundary_resolver=found.boundaries,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             master_dtype=self.master_dtype,

@@ -9,7 +9,7 @@ from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
 
-__all__ = ["HookBoundaryResolver", "boundary_of", "layer_path"]
+__all__ = ["HookBoundaryResolver", "ancestors", "boundary_of", "is_called", "layer_path"]
 
 HookBoundaryResolver = Callable[[str, nn.Parameter], nn.Module]
 
@@ -54,14 +54,10 @@ def boundary_of(
         return module
     parent = name.rpartition(".")[0]
     if predicate is not None:
-        path = parent
-        while True:
+        for path in (*ancestors(name), ""):
             module = model.get_submodule(path)
             if predicate(module):
                 return module
-            if not path:
-                break
-            path = path.rpartition(".")[0]
         if strict:
             raise ConfigurationError(
                 f"no ancestor of {name} matches hook_boundary_predicate: widen it, narrow the parameter predicate, or "
@@ -69,11 +65,17 @@ def boundary_of(
             )
         return model.get_submodule(parent)
     layer = layer_path(name)
-    if layer is not None and layer != name and _runs_forward(module := model.get_submodule(layer)):
+    if layer is not None and layer != name and is_called(module := model.get_submodule(layer)):
         return module
     return model.get_submodule(parent)
 
 
-def _runs_forward(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
     """False for a container (``ModuleDict``, ``ModuleList``): it is never called, so hooks on it never run."""
     return type(module).forward is not nn.Module.forward
+
+
+def ancestors(name: str) -> list[str]:
+    """Paths of the modules around a parameter, innermost first: ``a.b.weight`` -> ``["a.b", "a"]``."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

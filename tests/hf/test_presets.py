@@ -11,7 +11,6 @@ from torch import nn
 
 from dmuon_hf import ConfigurationError, routes
 from dmuon_hf.core import MatrixSpec
-from dmuon_hf.families import PRESETS
 from tests.hf.support import tiny_llama
 
 SMALL = {
@@ -61,12 +60,13 @@ def test_plain_families_send_exactly_the_seven_projections_to_muon(config: type,
     assert all(route.spec is None for route in table.values() if route.route != "muon")
 
 
-def test_qwen3_next_splits_query_and_gate_and_keeps_the_rest_of_gated_delta_on_adamw() -> None:
+def test_qwen3_next_splits_every_fused_projection_and_keeps_values_per_head_on_adamw() -> None:
     table = routes(_qwen3_next())
     assert table["model.layers.1.self_attn.q_proj.weight"].spec == MatrixSpec(groups=4, sections=(16, 16))
+    fused = table["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    assert fused.spec == MatrixSpec(groups=2, sections=(8, 8, 16, 16))
     assert table["model.layers.0.linear_attn.out_proj.weight"].route == "muon"
     for name in (
-        "layers.0.linear_attn.in_proj_qkvz.weight",
         "layers.0.linear_attn.in_proj_ba.weight",
         "layers.0.linear_attn.conv1d.weight",
         "layers.0.mlp.gate.weight",
@@ -180,33 +180,71 @@ def test_override_of_a_vector_to_muon_raises() -> None:
         routes(tiny_llama(), overrides={"model.norm.weight": "muon"})
 
 
+class _Fused(nn.Module):
+    """A block whose `both` is two matrices by what its forward does, and whose `qkv` is one whatever its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(8, 24)
+        self.qkv = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.both(x)
+        left, right = mixed.chunk(2, dim=-1)
+        return self.qkv(left * right)
+
+
+class _FusedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Fused(), _Fused()])
+
+
 def test_unknown_fused_layout_is_one_matrix_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv_proj = nn.Linear(8, 24)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Block(), Block()])
-
-    model = Model()
+    model = _FusedModel()
     with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
         table = routes(model)
         routes(model)
-    assert table["layers.0.qkv_proj.weight"].spec == MatrixSpec()
-    assert [record.message for record in caplog.records if "fused" in record.message] == [
-        "2 weights look fused but their layout is not known here; each is orthogonalised as one matrix, "
-        "first layers.0.qkv_proj.weight"
-    ]
+    assert table["layers.0.both.weight"].spec == table["layers.0.qkv.weight"].spec == MatrixSpec()
+    assert "not known here" in table["layers.0.both.weight"].reason
+    assert "not known here" not in table["layers.0.qkv.weight"].reason
+    messages = [record.message for record in caplog.records if "fused" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith("2 weights are fused") and messages[0].endswith("first layers.0.both.weight")
 
 
-def test_preset_layout_that_does_not_fit_raises_and_names_the_weight() -> None:
-    model = tf.Phi3ForCausalLM(tf.Phi3Config(**SMALL))
-    model.config.intermediate_size = 80
-    with pytest.raises(ConfigurationError, match=r"gate_up_proj"):
-        routes(model)
+@pytest.mark.parametrize("layout", ["gate_up", MatrixSpec(sections=(12, 12))])
+def test_layout_of_the_caller_is_taken_and_silences_the_warning(
+    layout: MatrixSpec | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
+        table = routes(_FusedModel(), layouts={"*.both.weight": layout})
+    assert table["layers.1.both.weight"].spec == MatrixSpec(sections=(12, 12))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ({"*.no_such.weight": "qkv"}, "no_such"),
+        ({"*.both.weight": "quaternion"}, "quaternion"),
+        ({"*.both.weight": MatrixSpec(sections=(7, 7))}, "layers.0.both.weight"),
+        ({"*.both.weight": "qkv_per_head"}, "layers.0.both.weight"),
+    ],
+)
+def test_layout_of_the_caller_that_cannot_be_raises(layouts: dict[str, MatrixSpec | str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        routes(_FusedModel(), layouts=layouts)
+
+
+def test_per_head_cuts_queries_keys_and_values_and_nothing_else() -> None:
+    table = routes(tiny_llama(), per_head=True)
+    assert table["model.layers.0.self_attn.q_proj.weight"].spec == MatrixSpec(sections=(16,) * 4)
+    assert table["model.layers.0.self_attn.k_proj.weight"].spec == MatrixSpec(sections=(16,) * 2)
+    assert table["model.layers.0.self_attn.o_proj.weight"].spec == MatrixSpec()
+    fused = routes(tf.Phi3ForCausalLM(tf.Phi3Config(**SMALL)), per_head=True)
+    assert fused["model.layers.0.self_attn.qkv_proj.weight"].spec == MatrixSpec(sections=(16,) * 8)
+    assert fused["model.layers.0.mlp.gate_up_proj.weight"].spec == MatrixSpec(sections=(96, 96))
 
 
 def test_composite_model_uses_the_preset_of_its_text_model() -> None:
@@ -220,7 +258,3 @@ def test_composite_model_uses_the_preset_of_its_text_model() -> None:
     name = "language_model.model.layers.0.self_attn.qkv_proj.weight"
     assert table[name].spec == MatrixSpec(sections=(64, 32, 32))
     assert table["vision.weight"].route == "adamw"
-
-
-def test_required_families_have_presets() -> None:
-    assert {"llama", "mistral", "qwen2", "qwen3", "qwen3_next"} <= set(PRESETS)

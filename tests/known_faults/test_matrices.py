@@ -243,13 +243,13 @@ def test_lora_model_is_refused_before_any_factor_meets_muon() -> None:
 # -- GatedDeltaNet -----------------------------------------------------------------------------------------------------
 
 
-def test_gated_delta_projections_of_unlike_rows_stay_on_adamw_with_a_reason() -> None:
+def test_gated_delta_projections_of_unlike_rows_are_one_matrix_for_each_role() -> None:
     config = tf.Qwen3_5TextConfig(
         **SMALL, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
         linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"]
     )  # fmt: skip
     table = routes(tf.Qwen3_5ForCausalLM(config))
-    assert table["model.layers.0.linear_attn.in_proj_qkv.weight"].reason == "rows of unlike roles share this projection"
-    assert table["model.layers.0.linear_attn.in_proj_a.weight"].route == "adamw"
+    assert table["model.layers.0.linear_attn.in_proj_qkv.weight"].spec == MatrixSpec(sections=(16, 16, 32))
+    assert table["model.layers.0.linear_attn.in_proj_a.weight"].reason == "one value per head, not a matrix"
     assert table["model.layers.0.linear_attn.conv1d.weight"].route == "adamw"
     assert table["model.layers.1.self_attn.q_proj.weight"].spec == MatrixSpec(groups=4, sections=(16, 16))
