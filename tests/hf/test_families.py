@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[type, Any, int]] = {
     "qwen3-next": (
         tf.Qwen3NextForCausalLM,
         lambda: tf.Qwen3NextConfig(**_DECODER, **_QWEN3_NEXT),
-        1 + (2 + 3) + 2 * 3,
+        (4 + 1) + (2 + 3) + 2 * 3,
     ),
 }
 
