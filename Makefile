@@ -11,11 +11,12 @@ DEMO_VERSION := 0.1.2
 DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
 DEMO_OUTPUT ?= outputs/demo
 
-.PHONY: help venv test demo quality format bench gpu-check clean
+.PHONY: help venv test sweep demo quality format bench gpu-check clean
 
 help:
 	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
 	@echo "make test      run the whole test suite"
+	@echo "make sweep     examine every model class of transformers' Auto mappings and write docs/families.md"
 	@echo "make quality   ruff and mypy"
 	@echo "make format    let ruff fix and format the code"
 	@echo "make bench     time a training step against FSDP2 with AdamW and other ways to run Muon; ARGS=--help says more"
@@ -47,6 +48,9 @@ demo: $(DEMO_STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+sweep: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hf.zoo.sweep
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

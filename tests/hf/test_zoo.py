@@ -1,0 +1,52 @@
+"""Routes and layouts of transformers' own classes agree with what their forward does: a sample of `make sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from dmuon_hf import families, layouts
+from dmuon_hf.layouts import Layout
+from tests.hf.zoo.build import MAPPINGS, entries
+from tests.hf.zoo.examine import examine
+from tests.hf.zoo.sweep import sweep
+
+SAMPLE = 10
+"""Classes of each mapping; all of them stand in `docs/families.md`."""
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_sampled_classes_have_right_routes_and_layouts(mapping: str) -> None:
+    chosen = [entry for entry in entries() if entry[0] == mapping]
+    result = sweep(chosen[:: max(len(chosen) // SAMPLE, 1)][:SAMPLE])
+    assert len(result.findings) + len(result.refused) == SAMPLE
+    assert len(result.findings) > SAMPLE // 2, result.refused
+    assert {key: finding.faults for key, finding in result.findings.items() if finding.faults} == {}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "layer"),
+    [
+        ("phi3", "Phi3ForCausalLM", "Phi3Attention.qkv_proj"),
+        ("bloom", "BloomForCausalLM", "BloomAttention.query_key_value"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Attention.kv_b_proj"),
+        ("mamba", "MambaForCausalLM", "MambaMixer.x_proj"),
+        ("modernbert", "ModernBertForMaskedLM", "ModernBertMLP.Wi"),
+    ],
+)
+def test_forward_proves_a_layout_and_refutes_any_other(
+    model_type: str, class_name: str, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: set[str] = set()
+    assert examine(model_type, class_name, followed).faults == []
+    assert layer in followed
+
+    def without_this(table: Mapping[str, Layout], **other: Layout) -> dict[str, Layout]:
+        return {name: layout for name, layout in table.items() if name != layer} | other
+
+    wrong = without_this(families.FUSED, **{layer: layouts.alternating})
+    monkeypatch.setattr(families, "FUSED", wrong)
+    assert any("arrive together" in fault for fault in examine(model_type, class_name, set()).faults)
+    monkeypatch.setattr(families, "FUSED", without_this(families.FUSED))
+    assert any("ways" in fault for fault in examine(model_type, class_name, set()).faults)

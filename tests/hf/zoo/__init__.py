@@ -1,0 +1,1 @@
+"""Every model class of transformers' Auto mappings, built small and without memory."""
