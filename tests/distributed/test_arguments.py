@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dmuon_hf.core as dmuon
@@ -276,3 +276,70 @@ def test_arguments_are_the_callers_and_gradients_are_those_of_plain_torch(
                     atol=1e-6,
                     msg=lambda m: f"{case} {name}: {m}",  # noqa: B023
                 )
+
+
+@dataclasses.dataclass
+class Seen:
+    total: Any
+    names: list[str]
+
+
+class Recording(nn.Module):
+    """A block that changes every container it is given, beside an fp32 loss in each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(D, 20, bias=False)
+        self.down_proj = nn.Linear(20, D, bias=False)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, losses: list[Any], found: dict[str, Any], seen: Seen, pair: Pair) -> Tensor:
+        y = x + self.down_proj(torch.tanh(self.up_proj(x)))
+        self.dtypes.append(pair.second["mask"].dtype)
+        losses.append(y.float().square().mean())
+        found["deep"][f"entry{len(found['deep'])}"] = y.float().mean()
+        found.pop("once", None)
+        seen.total = seen.total + y.float().mean()
+        seen.names.append("block")
+        pair.first.add(len(pair.first))
+        return y
+
+
+def record(rank: int, world: int, inputs_cast: bool, grad: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Module()
+    # The second has nothing owned.
+    model.layers = nn.ModuleList(Recording() for _ in range(3))
+    model.forward = lambda x, *rest: functools.reduce(lambda h, block: block(h, *rest), model.layers, x)
+    mesh = init_device_mesh("cpu", (world,))
+    dmuon.dedicate_params(model, mesh, lambda name, param: "layers.1" not in name, compute_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=inputs_cast)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    mask = torch.ones(3)
+    losses, found, seen = [torch.zeros(())], {"deep": {}, "once": torch.ones(2)}, Seen(torch.zeros(()), [])
+    pair = Pair(set(), {"mask": mask})
+    x = whole_batch().chunk(world)[rank]
+    with torch.set_grad_enabled(grad):
+        model(x if inputs_cast else x.bfloat16(), losses, found, seen, pair)
+    return {
+        "losses": (len(losses), {loss.dtype for loss in losses}, [loss.requires_grad for loss in losses[1:]]),
+        "found": (sorted(found), len(found["deep"])),
+        "seen": (seen.total.item() != 0, len(seen.names)),
+        "pair": (len(pair.first), pair.second["mask"] is mask),
+        "dtypes": [block.dtypes for block in model.layers],
+    }
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inputs_cast", [True, False])
+def test_containers_are_the_callers_under_a_policy_that_casts_inputs(inputs_cast: bool, grad: bool) -> None:
+    for result in run_ranks(record, 2, inputs_cast, grad):
+        assert result == {
+            "losses": (4, {torch.float32}, [grad] * 3),
+            "found": (["deep"], 3),
+            "seen": (True, 3),
+            "pair": (3, True),
+            "dtypes": [[torch.bfloat16 if inputs_cast else torch.float32]] * 3,
+        }

@@ -147,6 +147,28 @@ def test_mixtures_without_a_right_gradient_or_result_are_refused() -> None:
     run_ranks(unclear, 2)
 
 
+def beside_data(rank: int, world: int) -> None:
+    param = parameter(values(1), flat_mesh(world), 1)
+    loss, hidden = torch.tensor(2.0, requires_grad=True), torch.ones(3, requires_grad=True)
+    for mixture in (
+        lambda: loss * param.norm(),
+        lambda: param.mean() / loss,
+        lambda: hidden + 0.5 * param.norm(),
+        lambda: torch.maximum(loss, param.sum()),
+    ):
+        with pytest.raises(DMuonError, match="Partial"):
+            mixture()
+    total = torch.stack([loss, torch.tensor(0.5) * param.sum()]).sum() + loss.reshape(1) - param.sum()
+    total.sum().backward()
+    assert_whole(param.grad, torch.full(SHAPE, -0.5))
+    assert loss.grad == 2
+
+
+def test_statistic_of_a_weight_is_a_term_beside_data_and_nothing_else() -> None:
+    # Anything else gives the ranks different gradients of the statistic, of which the owner would take its own.
+    run_ranks(beside_data, 2)
+
+
 def named(rank: int, world: int) -> list[str]:
     origin = Origin("layers.3.up_proj.weight", "layers.3")
     local = values() if rank == 1 else values()[:0]
@@ -157,6 +179,10 @@ def named(rank: int, world: int) -> list[str]:
         lambda: torch.zeros(2, 3) @ param.detach().T,
         lambda: torch.nn.functional.linear(torch.zeros(2, 3), param),
         lambda: (param * 2)[0],
+        lambda: param.norm(dim=1),
+        lambda: param.sum(dim=1),
+        lambda: param.detach().norm(-1.0),
+        lambda: param.new_empty(2),
     ):
         with pytest.raises(NotImplementedError) as caught:
             operation()

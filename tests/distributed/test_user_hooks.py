@@ -186,3 +186,29 @@ def test_tensor_hook_on_an_owned_weight_is_refused_by_name(early: bool) -> None:
     for message in run_ranks(hook_the_gradient, 2, early):
         assert "layers.2.up.weight" in message
         assert "register_post_accumulate_grad_hook" in message
+
+
+def add_statistic(model: Net, when: str) -> None:
+    """Hooks of the first block that read a weight of it, as a user may have put them there before ownership."""
+    block = model.layers[0]
+    if when == "before its forward":
+        block.register_forward_pre_hook(lambda module, args: (args[0] + 0.1 * module.up.weight.mean(),))
+    else:
+        block.register_forward_hook(lambda module, args, output: output + 0.1 * module.up.weight.mean())
+
+
+def gradient_under(rank: int, world: int, mode: str, when: str) -> torch.Tensor:
+    model = prepare(mode, world, before=lambda model: add_statistic(model, when))
+    losses = [model(part_of(0, part, 2)) for part in ((rank % 2,) if world > 1 else (0, 1))]
+    torch.stack(losses).mean().backward()
+    gradient = full(model.layers[0].up.weight.grad)
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("when", ["before its forward", "after its forward"])
+def test_forward_hook_from_before_ownership_reads_whole_weights(when: str) -> None:
+    want = run_ranks(gradient_under, 1, "local", when, init=False)[0]
+    for mode, world in MODES[1:]:
+        for got in run_ranks(gradient_under, world, mode, when):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

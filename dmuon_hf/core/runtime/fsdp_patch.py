@@ -9,25 +9,22 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as _param_group_module
+import torch.distributed.fsdp._fully_shard._fsdp_state as _fsdp_state
 import torch.distributed.fsdp._fully_shard._fully_shard as _fully_shard
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from dmuon_hf.core.lockstep import note_foreign
-from dmuon_hf.core.runtime import fsdp_methods
+from dmuon_hf.core.runtime import fsdp_inputs, fsdp_methods
 from dmuon_hf.core.runtime.compiling import untraced
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_grads import follow_requires_grad, refuse_converted
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
-from dmuon_hf.core.runtime.fsdp_units import group_units
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
-from dmuon_hf.core.runtime.watch import Inputs
 
 __all__ = ["install_patch", "uninstall_patch"]
 
@@ -44,9 +41,9 @@ def install_patch() -> None:
     """Make FSDP2 know owned weights. Runs on import of :mod:`dmuon_hf.core`; safe to repeat.
 
     ``fully_shard`` skips them; the public methods of ``FSDPModule`` and ``register_fsdp_forward_method`` act on them
-    (:mod:`fsdp_methods`); the containers of a caller stay its own; FSDP2's gathers and reductions are noted for the
-    comparison of ranks that wait for each other; ranks meet before one of them differs; and FSDP2's refusal of weights
-    on meta is worded as the runtime does its own.
+    (:mod:`fsdp_methods`); the containers of a caller stay its own (:mod:`fsdp_inputs`); FSDP2's gathers and reductions
+    are noted for the comparison of ranks that wait for each other; ranks meet before one of them differs; and FSDP2's
+    refusal of weights on meta is worded as the runtime does its own.
     """
     if _replaced:
         return
@@ -56,7 +53,10 @@ def install_patch() -> None:
     register_fsdp_forward_method.__code__ = _register_stub.__code__
     _replace(_fsdp_init, "_get_managed_states", _without_owned(_fsdp_init._get_managed_states))
     group = _fsdp_param_group.FSDPParamGroup
-    _replace(group, "_register_post_backward_hook", _keeping_containers(group._register_post_backward_hook))
+    _replace(group, "_register_post_backward_hook", fsdp_inputs.watching(group._register_post_backward_hook))
+    state = _fsdp_state.FSDPState
+    _replace(state, "_cast_forward_inputs", fsdp_inputs.casting(state._cast_forward_inputs))
+    _replace(state, "_cast_output_dtype", fsdp_inputs.bringing_back(state._cast_output_dtype))
     _replace(group, "_validate_no_meta_params", _naming_meta(group._validate_no_meta_params))
     _replace(group, "_backward_prefetch", _after(check_order, group._backward_prefetch))
     _replace(group, "post_backward", _after(check_reduced, group.post_backward))
@@ -161,44 +161,6 @@ def _noting_reductions(reduce: Callable[..., Any]) -> Callable[..., Any]:
         return reduce(fsdp_params, grads, group, *args, **kwargs)
 
     return foreach_reduce
-
-
-def _keeping_containers(watch_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    def register_post_backward_hook(group: Any, args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not _stands_for_units(group):
-            return watch_inputs(group, args, kwargs)
-        return _watch_keeping_containers(watch_inputs, group, args, kwargs)
-
-    return register_post_backward_hook
-
-
-def _stands_for_units(group: Any) -> bool:
-    """Whether an FSDP2 parameter group has owned weights beside its own; asked once, when the model has been built."""
-    if not hasattr(group, "_dmuon_stands_for_units"):
-        group._dmuon_stands_for_units = bool(group_units(group.modules))
-    return bool(group._dmuon_stands_for_units)
-
-
-def _watch_keeping_containers(watch: Callable[..., Any], group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """FSDP2 learns that autograd has left the module without replacing a list, dict or cache of the caller.
-
-    It copies every container with a tensor that requires a gradient, so that what the module appends is lost. The
-    tensors that are arguments themselves are enough for it; without any, hooks on those in containers tell it (see
-    [Note: leaving a module] in watch.py).
-    """
-    bare = tuple(value if isinstance(value, Tensor) else None for value in args)
-    named = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
-    if any(value is not None and value.requires_grad for value in (*bare, *named.values())):
-        watched, watched_named = watch(group, bare, named)
-        merged = tuple(new if old is not None else arg for old, new, arg in zip(bare, watched, args, strict=True))
-        return merged, {**kwargs, **watched_named}
-
-    def on_leave(grad: Tensor) -> None:
-        if group._training_state is TrainingState.PRE_BACKWARD:
-            group.post_backward()
-
-    Inputs(args, kwargs).on_leave(on_leave)
-    return args, kwargs
 
 
 def _subject(fsdp_params: list[Any]) -> str:

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from dmuon_hf.core.runtime.runtime import Runtime
     from dmuon_hf.core.runtime.unit import Unit
 
-__all__ = ["group_hooks", "group_units", "note_root", "note_unit", "runtimes_below"]
+__all__ = ["group_hooks", "group_units", "in_dedicated_model", "note_root", "note_unit", "runtimes_below"]
 
 _HOOKS = "_dmuon_unit_hooks"
 _ROOT = "_dmuon_root_runtime"
+_PART = "_dmuon_part"
 
 
 def note_unit(hooks: UnitHooks) -> None:
@@ -31,6 +32,17 @@ def note_unit(hooks: UnitHooks) -> None:
 def note_root(root: nn.Module, runtime: Runtime) -> None:
     """Let :func:`runtimes_below` find the runtime from the module that was dedicated."""
     root.__dict__[_ROOT] = runtime
+    for part in root.modules():
+        part.__dict__[_PART] = True
+
+
+def in_dedicated_model(asker: Any, modules: Iterable[nn.Module]) -> bool:
+    """Whether ``modules`` belong to a model with owned weights, or hold one; the answer is kept on ``asker``."""
+    known = asker.__dict__.get(_PART)
+    if known is None:
+        known = any(_PART in part.__dict__ for module in modules for part in module.modules())
+        asker.__dict__[_PART] = known
+    return bool(known)
 
 
 def runtimes_below(module: Any) -> list[Runtime]:

@@ -135,7 +135,8 @@ def register_unit_hooks(unit: Unit, backward: BackwardPass, prefetcher: Prefetch
     """Attach a unit to its boundary module and to autograd."""
     hooks = UnitHooks(unit, backward, prefetcher)
     note_unit(hooks)
-    unit.module.register_forward_pre_hook(untraced(hooks.enter), with_kwargs=True)
+    # Around the hooks that the module has already, which so read whole weights, as FSDP2's.
+    unit.module.register_forward_pre_hook(untraced(hooks.enter), with_kwargs=True, prepend=True)
     # Also after an exception: early-stopping recomputation leaves a forward by raising.
     unit.module.register_forward_hook(untraced(hooks.leave), with_kwargs=True, always_call=True)
     for i, parameter in enumerate(unit.weights.unsharded):

@@ -68,13 +68,13 @@ def _lie_alike(left: OwnedTensor, right: OwnedTensor) -> bool:
     return left._ownership == right._ownership and left.device_mesh == right.device_mesh
 
 
-def _undefined(func: OpOverload, tensor: OwnedTensor) -> str:
+def _undefined(what: OpOverload | str, tensor: OwnedTensor) -> str:
     """Name the weight and its block, say why, and how to go on."""
     origin = tensor.origin
     subject = "an owned tensor" if origin is None else f"{origin.name}, an owned weight"
-    if is_random(func):
+    if isinstance(what, OpOverload) and is_random(what):
         return (
-            f"{func} is not defined on {subject}: it draws something else than one number for each element. Draw on "
+            f"{what} is not defined on {subject}: it draws something else than one number for each element. Draw on "
             "every rank into a plain tensor of the whole shape and copy_() it in"
         )
     block = ""
@@ -82,7 +82,7 @@ def _undefined(func: OpOverload, tensor: OwnedTensor) -> str:
         where = "the model" if origin.unit == "(root)" else f"block {origin.unit!r}"
         block = f"use it inside of the forward of {where}, which gathers it, or between unshard() and reshard() of it; "
     return (
-        f"{func} is not defined on {subject}: its values lie on one rank. To go on: {block}gather it with "
+        f"{what} is not defined on {subject}: its values lie on one rank. To go on: {block}gather it with "
         "tensor.full_tensor(), which is differentiable; or work on tensor.to_local() on the owner"
     )
 
@@ -252,9 +252,7 @@ def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """``new_empty`` of the same shape, which is how checkpoint staging makes its copy."""
     tensor, size = args
     if tuple(size) != tuple(tensor.shape):
-        raise NotImplementedError(
-            f"new_empty({tuple(size)}) from an owned tensor of another shape: use torch.empty, or full_tensor() first"
-        )
+        raise NotImplementedError(_undefined(f"new_empty({tuple(size)})", tensor))
     return _elementwise(aten.empty_like.default, (tensor,), kwargs)
 
 
@@ -273,9 +271,7 @@ def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     _require_whole(func, tensor)
     outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
     if outline.numel() != 1:
-        raise NotImplementedError(
-            f"{func} along single dimensions of an owned tensor: gather it with full_tensor() first"
-        )
+        raise NotImplementedError(_undefined(f"{func} along single dimensions", tensor))
     local = tensor._local_tensor
     value = func(local, *args[1:], **kwargs) if tensor.is_owner else local.new_empty(outline.shape, dtype=outline.dtype)
     broadcast_from_owner(value, tensor.device_mesh, tensor._ownership)
@@ -306,7 +302,7 @@ def _as_sharded(tensor: OwnedTensor, order: float) -> DTensor:
     """The same values as a plain DTensor whose per-rank norms combine to the norm of the whole."""
     local = tensor._local_tensor
     if order < 0:
-        raise NotImplementedError(f"norm of order {order} of an owned tensor: gather it with full_tensor() first")
+        raise NotImplementedError(_undefined(f"a norm of order {order}", tensor))
     if math.isinf(order) and local.shape[0] == 0:
         local = local.new_zeros(
             (1, *local.shape[1:])
@@ -320,7 +316,7 @@ def _vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     if keepdim or (dim is not None and len(dim) != tensor.ndim):
-        raise NotImplementedError("norm along single dimensions of an owned tensor: gather it with full_tensor() first")
+        raise NotImplementedError(_undefined(f"{func} along single dimensions", tensor))
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _owner_scalar(func, args, kwargs)
     return cast(DTensor, func(_as_sharded(tensor, order), order, dtype=kwargs.get("dtype")))

@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dmuon_hf.core.errors import DMuonError
+
 __all__ = ["OwnedScalar", "replicated"]
+
+aten = torch.ops.aten
 
 
 def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -48,6 +52,7 @@ class OwnedScalar(DTensor):
         flat = [value for value in tree_leaves((args, kwargs or {})) if isinstance(value, Tensor)]
         numbers = [value for value in flat if isinstance(value, OwnedScalar)]
         mesh = numbers[0].device_mesh
+        _refuse_data(func, flat)
         if any(isinstance(value, DTensor) and not isinstance(value, OwnedScalar) for value in flat):
             args, kwargs = tree_map(_as_dtensor, (args, kwargs or {}))
             return func(*args, **kwargs)
@@ -55,8 +60,38 @@ class OwnedScalar(DTensor):
         result = func(*local_args, **local_kwargs)
         if func._schema.is_mutable:
             return args[0]
-        alone = len(numbers) == len(flat)
+        # Of a statistic and constants a statistic is made, which may still be told from data.
+        alone = all(isinstance(value, OwnedScalar) or (_in_forward() and not value.requires_grad) for value in flat)
         return tree_map(lambda value: OwnedScalar.of(value, mesh) if alone and _is_number(value) else value, result)
+
+
+# Of these the derivative with respect to a number does not depend on what stands beside it.
+_SUMS = frozenset(
+    {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.rsub.Tensor}
+    | {aten.stack.default, aten.cat.default}
+)
+
+
+def _in_forward() -> bool:
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def _refuse_data(func: OpOverload, flat: Sequence[Tensor]) -> None:
+    """Refuse a loss that depends on the statistic otherwise than by a term: its gradient differs between ranks.
+
+    The owner takes its own gradient, which is that of the mean over all ranks if they are equal.
+    """
+    if not _in_forward() or not any(value.requires_grad for value in flat if isinstance(value, OwnedScalar)):
+        return
+    data = [value for value in flat if value.requires_grad and not isinstance(value, DTensor)]
+    if all(value.numel() == 1 for value in data) and (func in _SUMS or not data):
+        return
+    raise DMuonError(
+        f"{func} puts a statistic of an owned weight, which is equal on all ranks, together with data of this rank, so "
+        'that its gradient is not: take weight.full_tensor(grad_placements=[Partial("avg")]), with one placement for '
+        "each dimension of the mesh, or compute inside of the forward of the weight's block. As it is, the statistic "
+        "may be added to a loss"
+    )
 
 
 def _as_plain(value: Any) -> Any:
