@@ -147,7 +147,7 @@ def get_optimizer_state_dict(
             whole = copy.deepcopy(value)
         if keep:
             result[section].setdefault(name, {})[key] = whole
-    result["param_groups"] = _described_groups(model, optimizer) if keep else []
+    result["param_groups"] = _described_groups(model, optimizer, runtime) if keep else []
     return result
 
 
@@ -187,7 +187,7 @@ def set_optimizer_state_dict(
     def problems() -> Iterator[str]:
         yield from _route_problems(targets, source)
         yield from source.problems(targets)
-        yield from _group_problems(_described_groups(model, optimizer), source.extra)
+        yield from _group_problems(_described_groups(model, optimizer, runtime), source.extra)
 
     check_together(problems, "optimizer state dict", group)
     for key, holder in holders.items():
@@ -267,11 +267,12 @@ def _load(target: Tensor, whole: Tensor) -> None:
 
 def _model_state(model: nn.Module, runtime: Runtime | None) -> dict[str, Any]:
     """Canonical name to live value, in the order of ``model.state_dict()``; tied names give the same object."""
-    state = {canonical_name(name, model): value for name, value in model.state_dict(keep_vars=True).items()}
-    for param in runtime.dedicated.values() if runtime is not None else ():
-        # Between forward and backward the module may hold the gathered weight instead.
-        state.update({name: param.param for name in (param.name, *param.aliases) if name in state})
-    return state
+    # Between forward and backward a module may hold the gathered weight instead. By identity: modules may have moved.
+    owned = runtime.owned_behind() if runtime is not None else {}
+    return {
+        canonical_name(name, model): owned.get(id(value), value)
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
 
 
 def _deferred(targets: Mapping[str, Any]) -> Iterator[str]:
@@ -325,16 +326,17 @@ def _extra_state_holder(model: nn.Module, name: str) -> nn.Module:
 # The optimizer's side
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(param): canonical_name(name, model) for name, param in model.named_parameters()}
+def _names(model: nn.Module, runtime: Runtime | None) -> dict[int, str]:
+    owned = runtime.owned_behind() if runtime is not None else {}
+    return {id(owned.get(id(param), param)): canonical_name(name, model) for name, param in model.named_parameters()}
 
 
 def _optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime | None
 ) -> dict[StateKey, dict[str, Any]]:
     """Every entry of the optimizer's state, with the live per-parameter dict that holds it."""
-    names = _names(model)
-    dedicated = runtime.dedicated if runtime is not None else {}
+    names = _names(model, runtime)
+    dedicated = {id(param.param) for param in runtime.dedicated.values()} if runtime is not None else set()
     holders: dict[StateKey, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         if "route" not in group:
@@ -349,7 +351,9 @@ def _optimizer_state(
                     f"group {group.get('group_name')!r} holds a parameter of shape {tuple(param.shape)} that the model "
                     "does not: build the optimizer after dedicate_params() and fully_shard()"
                 )
-            section = "dedicated" if group["route"] == "muon" else "dedicated_adamw" if name in dedicated else "fsdp"
+            section = (
+                "dedicated" if group["route"] == "muon" else "dedicated_adamw" if id(param) in dedicated else "fsdp"
+            )
             holder = optimizer.state[param]
             holders.update({(section, name, key): holder for key in holder})
     return holders
@@ -395,9 +399,11 @@ def _route_problems(targets: Mapping[StateKey, Any], source: Source) -> Iterator
             yield f"{name} is in section {there[name]!r} of the state dict, but this optimizer has it in {section!r}"
 
 
-def _described_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _described_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime | None
+) -> list[dict[str, Any]]:
     """The groups with names in place of parameters, sharing nothing with the optimizer."""
-    names = _names(model)
+    names = _names(model, runtime)
     return [
         {
             key: [names[id(param)] for param in value]

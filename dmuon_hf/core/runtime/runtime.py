@@ -262,6 +262,14 @@ class Runtime:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
+    def owned_behind(self) -> dict[int, nn.Parameter]:
+        """The owned parameter behind each whole one that a module may hold at the moment, by the ``id`` of that."""
+        return {
+            id(whole): param.param
+            for unit in self.units
+            for param, whole in zip(unit.params, unit.weights.unsharded, strict=True)
+        }
+
     def set_forward_prefetch_depth(self, depth: int) -> None:
         """How many units are gathered ahead of the one that runs; 0 gathers each where it is needed."""
         if depth < 0:
