@@ -1,4 +1,4 @@
-"""All ranks of the data-parallel grid, reached through the groups of its dimensions."""
+"""All ranks of a grid, reached through the groups of its dimensions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ __all__ = ["GridGroup", "world_group"]
 
 
 class GridGroup:
-    """The ranks of a ``replicate x shard`` grid as one group that has no communicator of its own.
+    """The ranks of a grid as one group that has no communicator of its own.
 
-    A collective of all ranks is one over the shard group and then, with several replicas, one over the replicate group.
-    Both carry the runtime's gathers and reductions too: every rank issues all of them in program order, on each group
-    the same. Flat ranks count ``replicate * shard_size + shard``.
+    The dimensions are, from the outermost to the innermost, replicas, shards and parts of a tensor; those of one rank
+    are left out. A collective of all ranks is one over the group of each dimension in turn. They carry the runtime's
+    other traffic too: every rank issues everything in program order, on each group the same. Flat ranks count row by
+    row, the innermost dimension fastest.
 
     Attributes:
         ranks: Global ranks, by flat rank.
         rank: Flat rank of this process.
     """
 
-    def __init__(self, shard: ProcessGroup, replicate: ProcessGroup | None, ranks: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[ProcessGroup], ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self._shard = shard
-        self._replicate = replicate
-        self._shard_size = dist.get_world_size(shard)
-        self._shard_rank = dist.get_rank(shard)
-        replica = 0 if replicate is None else dist.get_rank(replicate)
-        self.rank = replica * self._shard_size + self._shard_rank
+        self._groups = tuple(groups)
+        self._sizes = [dist.get_world_size(group) for group in groups]
+        self._place = tuple(dist.get_rank(group) for group in groups)
+        self.rank = 0
+        for size, at in zip(self._sizes, self._place, strict=True):
+            self.rank = self.rank * size + at
 
     @property
     def size(self) -> int:
@@ -41,7 +42,7 @@ class GridGroup:
     @property
     def is_fake(self) -> bool:
         """Whether there are no other processes: one rank plans for a large world."""
-        return str(dist.get_backend(self._shard)) == "fake"
+        return str(dist.get_backend(self._groups[-1])) == "fake"
 
     @property
     def talks(self) -> bool:
@@ -59,28 +60,28 @@ class GridGroup:
             wait: How to wait for a work handle; its own ``wait()`` by default.
         """
         wait = wait or _wait
-        wait(dist.all_reduce(tensor, op=op, group=self._shard, async_op=True))
-        if self._replicate is None:
-            return
-        if op != dist.ReduceOp.SUM:
-            wait(dist.all_reduce(tensor, op=op, group=self._replicate, async_op=True))
-            return
-        # Columns of replicas add up apart from each other: in the order of ranks, or their roundings could differ.
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._replicate))]
-        wait(dist.all_gather(parts, tensor, group=self._replicate, async_op=True))
-        tensor.copy_(torch.stack(parts).sum(dim=0))
+        *outer, innermost = self._groups
+        wait(dist.all_reduce(tensor, op=op, group=innermost, async_op=True))
+        for group in reversed(outer):
+            if op != dist.ReduceOp.SUM:
+                wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+                continue
+            # Lines of ranks add up apart from each other: in the order of ranks, or their roundings could differ.
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            wait(dist.all_gather(parts, tensor, group=group, async_op=True))
+            tensor.copy_(torch.stack(parts).sum(dim=0))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give all ranks the values of flat rank ``source``, in place. Collective."""
-        replica, column = divmod(source, self._shard_size)
-        if self._replicate is not None and self._shard_rank == column:
-            dist.broadcast(tensor, group=self._replicate, group_src=replica)
-        dist.broadcast(tensor, group=self._shard, group_src=column)
+        place = self._place_of(source)
+        for axis, group in enumerate(self._groups):
+            if self._place[axis + 1 :] == place[axis + 1 :]:
+                dist.broadcast(tensor, group=group, group_src=place[axis])
 
     def move(self, tensor: Tensor, numel: int, source: int, target: int) -> Tensor | None:
         """Bring a flat tensor of ``numel`` elements from one rank to another. Collective.
 
-        Nothing travels to the others, but for one rank on the way if the two share neither a replica nor a column. The
+        Nothing travels to the others, but for one rank on the way per dimension that the two do not share. The
         communicators are those that there are: no pair of ranks gets one of its own.
 
         Args:
@@ -89,40 +90,43 @@ class GridGroup:
         Returns:
             The values on ``target``, ``None`` elsewhere.
         """
-        row, column = divmod(self.rank, self._shard_size)
-        row_from, column_from = divmod(source, self._shard_size)
-        row_to, column_to = divmod(target, self._shard_size)
-        if row_from != row_to and column == column_from:
-            assert self._replicate is not None
-            tensor = _move(self._replicate, tensor, numel, row_from, row_to)
-        if column_from != column_to and row == row_to:
-            tensor = _move(self._shard, tensor, numel, column_from, column_to)
+        start, end, mine = self._place_of(source), self._place_of(target), self._place
+        for axis, group in enumerate(self._groups):
+            on_the_way = mine[:axis] == end[:axis] and mine[axis + 1 :] == start[axis + 1 :]
+            if start[axis] != end[axis] and on_the_way:
+                tensor = _move(group, tensor, numel, start[axis], end[axis])
         return tensor if self.rank == target else None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank passes, by flat rank. Collective; the host waits."""
-        found: list[Any] = [None] * self._shard_size
-        dist.all_gather_object(found, value, group=self._shard)
-        if self._replicate is None:
-            return found
-        rows: list[Any] = [None] * dist.get_world_size(self._replicate)
-        dist.all_gather_object(rows, found, group=self._replicate)
-        return [item for row in rows for item in row]
+        found = [value]
+        for group in reversed(self._groups):
+            rows: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(rows, found, group=group)
+            found = [item for row in rows for item in row]
+        return found
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """What flat rank ``source`` passes, on all ranks; it has to be picklable. Collective; the host waits."""
-        replica, column = divmod(source, self._shard_size)
-        parcel = [value]
-        if self._replicate is not None and self._shard_rank == column:
-            dist.broadcast_object_list(parcel, group=self._replicate, group_src=replica)
-        dist.broadcast_object_list(parcel, group=self._shard, group_src=column)
+        place, parcel = self._place_of(source), [value]
+        for axis, group in enumerate(self._groups):
+            if self._place[axis + 1 :] == place[axis + 1 :]:
+                dist.broadcast_object_list(parcel, group=group, group_src=place[axis])
         return parcel[0]
+
+    def _place_of(self, rank: int) -> tuple[int, ...]:
+        """Coordinate of a flat rank."""
+        place: list[int] = []
+        for size in reversed(self._sizes):
+            rank, at = divmod(rank, size)
+            place.append(at)
+        return tuple(reversed(place))
 
 
 def world_group() -> GridGroup | None:
     """All ranks of the job, in one replica; ``None`` without a process group."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return None if world is None else GridGroup(world, None, range(dist.get_world_size(world)))
+    return None if world is None else GridGroup([world], range(dist.get_world_size(world)))
 
 
 def _move(group: ProcessGroup, tensor: Tensor, numel: int, source: int, target: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where this rank stands: the data-parallel topology that owners are assigned on."""
+"""Where this rank stands: the data-parallel grid that owners are assigned on, and a tensor-parallel axis beside it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,34 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.process_groups import clone_group
 
-__all__ = ["Topology", "check_policy", "local_topology", "topology_from_meshes"]
+__all__ = ["TensorAxis", "Topology", "check_policy", "local_topology", "topology_from_meshes"]
 
 PROCESS_GROUP_POLICIES = ("isolated", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAxis:
+    """The mesh dimension beside the data-parallel ones over which parameters are sharded, or replicated, as DTensors.
+
+    Attributes:
+        mesh: 1-D, the one that the parameters are on.
+        whole: The data-parallel mesh with this dimension as the last one, on which FSDP2 puts such parameters too.
+        group: What parts of tensors travel on; ``None`` with one rank.
+        ranks: Global ranks, in the order of ``group``.
+    """
+
+    mesh: DeviceMesh
+    whole: DeviceMesh
+    group: ProcessGroup | None
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +50,9 @@ class Topology:
     """A ``replicate x shard`` grid of ranks and this rank's place in it.
 
     ``mesh`` is what owned tensors live on: the caller's own mesh, which FSDP2's DTensors are on too; 1-D, or
-    ``(replicate, shard)`` where a replicate mesh was given. ``grid`` is all of its ranks as one group. Every group is
-    ``None`` in a single process without a process group; ``replicate_group`` is ``None`` with one replica.
+    ``(replicate, shard)`` where a replicate mesh was given. With a ``tensor`` axis there is one such grid for each of
+    its ranks. ``data`` is the ranks of this grid as one group, ``grid`` those of all grids. Every group is ``None`` in
+    a single process without a process group; ``replicate_group`` is ``None`` with one replica.
     """
 
     device: torch.device
@@ -38,11 +64,14 @@ class Topology:
     shard_group: ProcessGroup | None
     replicate_group: ProcessGroup | None
     grid: GridGroup | None
+    data: GridGroup | None
+    tensor: TensorAxis | None = None
     keeps_whole: bool = False
     """Whether every rank keeps whole weights, so that owners share out nothing but the updates."""
 
     @property
     def size(self) -> int:
+        """Data-parallel ranks."""
         return self.shard_size * self.replicate_size
 
     @property
@@ -61,7 +90,7 @@ class Topology:
     @property
     def replica_distance(self) -> int:
         """Number of flat ranks after which the same weights are held again."""
-        return 1 if self.keeps_whole else self.shard_size
+        return (1 if self.keeps_whole else self.shard_size) * (1 if self.tensor is None else self.tensor.size)
 
     @property
     def slot(self) -> tuple[int, int]:
@@ -70,8 +99,8 @@ class Topology:
 
     @property
     def ranks(self) -> list[int] | None:
-        """Global ranks of the grid; ``None`` in a single process."""
-        return None if self.mesh is None else self.mesh.mesh.flatten().tolist()
+        """Global ranks of all grids; ``None`` in a single process."""
+        return None if self.grid is None else list(self.grid.ranks)
 
     def flat_rank(self, slot: tuple[int, int]) -> int:
         """Rank, row by row through ``mesh``, of the owner slot ``(shard, replicate)``."""
@@ -81,7 +110,7 @@ class Topology:
 
 def local_topology(device: torch.device) -> Topology:
     """The topology of one process without a process group."""
-    return Topology(device, 1, 1, 0, 0, None, None, None, None)
+    return Topology(device, 1, 1, 0, 0, None, None, None, None, None)
 
 
 def check_policy(policy: str) -> None:
@@ -90,18 +119,21 @@ def check_policy(policy: str) -> None:
         raise ConfigurationError(f"process_group_policy must be one of {PROCESS_GROUP_POLICIES}, got {policy!r}")
 
 
-def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *, policy: str) -> Topology:
-    """Build the topology of a shard mesh and an optional replicate mesh.
+def topology_from_meshes(
+    mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tensor_mesh: DeviceMesh | None = None, *, policy: str
+) -> Topology:
+    """Build the topology of a shard mesh, an optional replicate mesh and an optional tensor-parallel one.
 
-    Collective over all ranks of both meshes where ``policy`` is ``"isolated"``, or with more than one replica.
+    Collective over all ranks of the meshes where ``policy`` is ``"isolated"``, or with more than one replica.
 
     Args:
         mesh: 1-D mesh over the shard dimension.
         replicate_mesh: 1-D mesh over the replicate dimension of the same root mesh (HSDP), or ``None``.
+        tensor_mesh: 1-D mesh that parameters are on already, of the same root mesh, or ``None``.
         policy: ``"isolated"`` clones every process group, ``"shared"`` uses those of the meshes.
 
     Raises:
-        ConfigurationError: A mesh is not 1-D, the policy is unknown, or the two meshes do not form a grid.
+        ConfigurationError: A mesh is not 1-D, the policy is unknown, or the meshes do not form a grid.
     """
     check_policy(policy)
     for label, candidate in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
@@ -110,33 +142,55 @@ def topology_from_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, *,
                 f"{label} must be 1-D, got {candidate.ndim}-D. For HSDP pass the two dimensions apart: "
                 'dedicate_params(model, hsdp["shard"], replicate_mesh=hsdp["replicate"], ...)'
             )
-    shard_group = mesh.get_group()
-    shard_ranks = dist.get_process_group_ranks(shard_group)
-    isolated = policy == "isolated"
-    whole_mesh, replicate_group = mesh, None
-    grid_ranks, groups = shard_ranks, [shard_group]
-    if replicate_mesh is not None:
-        whole_mesh = _grid_mesh(mesh, replicate_mesh)
-        grid_ranks = whole_mesh.mesh.flatten().tolist()
-        if replicate_mesh.size() > 1:
-            replicate_group = replicate_mesh.get_group()
-            groups.append(replicate_group)
-    if isolated:
-        shard_group = clone_group(shard_ranks, like=shard_group, purpose="shard", across=groups)
-        if replicate_group is not None:
-            replicate_ranks = dist.get_process_group_ranks(replicate_group)
-            replicate_group = clone_group(replicate_ranks, like=replicate_group, purpose="replicate", across=groups)
+    whole = mesh if replicate_mesh is None else _grid_mesh(mesh, replicate_mesh)
+    parts = {"replicate": replicate_mesh, "shard": mesh, "tensor": tensor_mesh}
+    groups = {
+        purpose: part.get_group()
+        for purpose, part in parts.items()
+        if part is not None and (part.size() > 1 or purpose == "shard")
+    }
+    if policy == "isolated":
+        across = list(groups.values())
+        for purpose in ("shard", "replicate", "tensor"):
+            if purpose in groups:
+                ranks = dist.get_process_group_ranks(groups[purpose])
+                groups[purpose] = clone_group(ranks, like=groups[purpose], purpose=purpose, across=across)
+    data = GridGroup([groups[name] for name in ("replicate", "shard") if name in groups], _ranks_of(whole))
+    tensor, grid = None, data
+    if tensor_mesh is not None:
+        beside = _with_tensor_axis(whole, tensor_mesh)
+        tensor = TensorAxis(tensor_mesh, beside, groups.get("tensor"), tuple(_ranks_of(tensor_mesh)))
+        grid = GridGroup(list(groups.values()), _ranks_of(beside))
     return Topology(
         device=device_of_mesh(mesh),
         shard_size=mesh.size(),
         replicate_size=1 if replicate_mesh is None else replicate_mesh.size(),
         shard_rank=mesh.get_local_rank(),
         replicate_rank=0 if replicate_mesh is None else replicate_mesh.get_local_rank(),
-        mesh=whole_mesh,
-        shard_group=shard_group,
-        replicate_group=replicate_group,
-        grid=GridGroup(shard_group, replicate_group, grid_ranks),
+        mesh=whole,
+        shard_group=groups["shard"],
+        replicate_group=groups.get("replicate"),
+        grid=grid,
+        data=data,
+        tensor=tensor,
     )
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _with_tensor_axis(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
+    """The data-parallel mesh and the tensor-parallel dimension as one, as FSDP2 joins them. Makes no communicator."""
+    try:
+        return DeviceMesh._concatenate([mesh, tensor_mesh])
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            "tensor-parallel parameters lie on a mesh that is no other dimension of the data-parallel one: slice both "
+            'out of one named mesh, init_device_mesh(device, (shard, tp), mesh_dim_names=("shard", "tp")), and pass '
+            'mesh["tp"] to parallelize_module and mesh["shard"] to dedicate_params'
+        ) from error
 
 
 def _grid_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh:

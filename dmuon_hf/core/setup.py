@@ -23,6 +23,8 @@ from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime, i
 from dmuon_hf.core.runtime.replica_check import bit_sum, first_unequal_replica, unequal_start
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
+from dmuon_hf.core.runtime.tensor_part import TensorPart
+from dmuon_hf.core.tensor_mesh import tensor_mesh_of
 
 __all__ = [
     "MatrixSpecFn",
@@ -87,6 +89,11 @@ def dedicate_params(
     ``model.to_empty(device=...)``, then initialise it (:mod:`.runtime.owned_dispatch` has what random numbers are) or
     load a checkpoint, then build the optimizer.
 
+    Parameters that are DTensors already on another dimension of the same named mesh (``parallelize_module`` first, then
+    this, then ``fully_shard``) are owned part by part, each over its own data-parallel ranks. In the forward the module
+    holds a DTensor on that dimension again; the optimizer brings each matrix together there. Tensor parallelism alone
+    has a data-parallel dimension of one rank.
+
     Args:
         model: The model; a selected parameter is replaced in its modules by an ``nn.Parameter`` of the same global
             shape whose values lie on its owner.
@@ -144,8 +151,8 @@ def dedicate_params(
 
     Raises:
         ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
-            is already distributed, has a hook of ``register_hook``, an argument is wrong, or ``reduce_dtype``,
-            ``master_dtype`` or ``source_rank`` is given in one process.
+            is already distributed over the data-parallel ranks, has a hook of ``register_hook``, an argument is wrong,
+            or ``reduce_dtype``, ``master_dtype`` or ``source_rank`` is given in one process.
         LockstepError: The ranks' plans differ, or under HSDP the values of a selected matrix do between replicas (with
             ``source_rank`` they need not be equal); the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
@@ -185,7 +192,7 @@ def dedicate_params(
             resolver=hook_boundary_resolver,
         ),
     )
-    topology = topology_of(model, mesh, replicate_mesh, process_group_policy)
+    topology = topology_of(model, mesh, replicate_mesh, process_group_policy, targets)
     plan = make_plan(
         candidates,
         units=list(dict.fromkeys(candidate.unit for candidate in candidates)),
@@ -204,6 +211,7 @@ def dedicate_params(
             "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
             "on meta": _deferred(targets, topology) if source_rank is None else None,
             "policies": policies_text(targets),
+            **_tensor_placements(targets, topology),
         },
     )
     compare_plans(plan, topology)
@@ -233,7 +241,7 @@ def policies_text(targets: Mapping[str, Target]) -> str:
 
 def log_plan(plan: Plan, topology: Topology) -> None:
     """On the first rank alone."""
-    if topology.slot == (0, 0):
+    if topology.grid is None or topology.grid.rank == 0:
         logger.info(
             "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=%s",
             len(plan.entries),
@@ -364,11 +372,6 @@ def _unit_name(path: str, policy: ParamPolicy, kinds: list[tuple[str, ...]]) -> 
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise ConfigurationError(
-            f"{name} is already a DTensor: call dedicate_params before fully_shard; tensor-parallel parameters are "
-            "not supported yet"
-        )
     if param.ndim == 0:
         raise ConfigurationError(f"{name} is a scalar, which has no owner: leave it out of the predicate")
     if not param.is_floating_point():
@@ -376,12 +379,23 @@ def _check_param(name: str, param: nn.Parameter) -> None:
 
 
 def topology_of(
-    model: nn.Module, mesh: DeviceMesh | None, replicate_mesh: DeviceMesh | None, policy: str | None
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    replicate_mesh: DeviceMesh | None,
+    policy: str | None,
+    targets: Mapping[str, Target] | None = None,
 ) -> Topology:
-    """Where this rank stands in the meshes that ``dedicate_params`` was given. Collective over them."""
+    """Where this rank stands in the meshes that ``dedicate_params`` was given. Collective over them.
+
+    With a tensor-parallel axis if ``targets`` are given and lie on one, or other parameters of the model do.
+    """
     policy = setting(policy, "DMUON_PROCESS_GROUP_POLICY", "isolated")
+    tensor_mesh = None
+    if targets is not None:
+        selected: Mapping[str, torch.Tensor] = {name: target.param for name, target in targets.items()}
+        tensor_mesh = tensor_mesh_of(selected, model.parameters(), (mesh, replicate_mesh))
     if mesh is not None:
-        return topology_from_meshes(mesh, replicate_mesh, policy=policy)
+        return topology_from_meshes(mesh, replicate_mesh, tensor_mesh, policy=policy)
     if replicate_mesh is not None:
         raise ConfigurationError("replicate_mesh needs a mesh over the shard dimension beside it")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -391,6 +405,15 @@ def topology_of(
         )
     check_policy(policy)
     return local_topology(next(model.parameters()).device)
+
+
+def _tensor_placements(targets: Mapping[str, Target], topology: Topology) -> dict[str, str]:
+    """How each parameter lies on the tensor-parallel axis, for the plan; nothing without one."""
+    if topology.tensor is None:
+        return {}
+    parts = {name: TensorPart.of(target.param) for name, target in targets.items()}
+    listed = ", ".join(f"{name}: {part.placement}" for name, part in parts.items() if part is not None)
+    return {"tensor-parallel": f"{topology.tensor.size} ranks, {listed}"}
 
 
 def _deferred(targets: Mapping[str, Target], topology: Topology) -> str:
@@ -407,7 +430,7 @@ def _compare_values(targets: Mapping[str, Target], topology: Topology) -> None:
     if topology.grid is None or not topology.grid.talks:
         return
     real = {name: target.param for name, target in targets.items() if not target.param.is_meta}
-    sums = [int(bit_sum(param).cpu()) for param in real.values()]
+    sums = [int(bit_sum(param._local_tensor if isinstance(param, DTensor) else param).cpu()) for param in real.values()]
 
     unequal = first_unequal_replica(topology.grid.all_gather_object, list(real), sums, topology)
     if unequal is not None:

@@ -55,6 +55,7 @@ class FakeMatrix:
     owner: tuple[int, int] = (0, 0)
     route: str = "muon"
     optim_dtype: torch.dtype | None = None
+    part: None = None
     updates: int = 0
 
     @property
@@ -85,7 +86,7 @@ class FakeRuntime:
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
         self.topology = SimpleNamespace(
-            device=torch.device("cpu"), slot=(0, 0), ranks=None, compares_replicas=True, replica_distance=1
+            device=torch.device("cpu"), slot=(0, 0), ranks=None, compares_replicas=True, replica_distance=1, tensor=None
         )
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))

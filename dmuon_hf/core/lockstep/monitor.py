@@ -140,23 +140,28 @@ class LockstepMonitor:
         Raises:
             ConfigurationError: One of them is no number of seconds.
         """
-        if topology.grid is None or topology.size == 1:
+        if topology.grid is None or topology.grid.size == 1:
             return
         self._topology = topology
         if topology.is_hsdp:
             self._scopes[Channel.SHARD] += f" of replica {topology.replicate_rank}"
             self._scopes[Channel.REPLICATE] += f" of column {topology.shard_rank}"
+        if topology.tensor is not None:
+            for channel in (Channel.SHARD, Channel.REPLICATE):
+                self._scopes[channel] += f" of tensor-parallel rank {topology.tensor.rank}"
         self._watch = LockstepWatch.start(self, topology)
         _started.append(weakref.ref(self))
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """Where the owned tensors of this runtime lie; ``None`` before :meth:`start` and with one rank."""
-        return None if self._topology is None else self._topology.mesh
+    def covers(self, mesh: DeviceMesh) -> bool:
+        """Whether owned tensors of this runtime lie on ``mesh``; not before :meth:`start` nor with one rank."""
+        if self._topology is None:
+            return False
+        tensor = self._topology.tensor
+        return mesh == self._topology.mesh or (tensor is not None and mesh == tensor.whole)
 
     @property
     def group(self) -> GridGroup | None:
-        """All data-parallel ranks; ``None`` before :meth:`start` and with one rank."""
+        """All ranks of the model; ``None`` before :meth:`start` and with one rank."""
         return None if self._topology is None else self._topology.grid
 
     @property
@@ -308,7 +313,7 @@ def monitor_on(mesh: DeviceMesh) -> LockstepMonitor | None:
     _started[:] = [reference for reference in _started if reference() is not None]
     for reference in _started:
         monitor = reference()
-        if monitor is not None and monitor.is_open and monitor.mesh == mesh:
+        if monitor is not None and monitor.is_open and monitor.covers(mesh):
             return monitor
     return None
 

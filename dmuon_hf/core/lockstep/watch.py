@@ -61,8 +61,9 @@ class LockstepWatch:
 
     def __init__(self, monitor: LockstepMonitor, topology: Topology, store: Any, *, limit: float) -> None:
         self._monitor = weakref.ref(monitor)
-        self._rank = topology.flat_rank(topology.slot)
-        self._size = topology.size
+        assert topology.grid is not None
+        self._rank = topology.grid.rank
+        self._size = topology.grid.size
         self._follow_host = topology.device.type != "cpu"
         self._store = store
         self._world = weakref.ref(dist.group.WORLD)

@@ -18,12 +18,23 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Placement
 
 from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.plan import MatrixSpec
 
-__all__ = ["DedicatedMatrix", "Layout", "MatrixSource", "MatrixUnit", "OnBatch", "OptimizerRuntime"]
+__all__ = [
+    "DedicatedMatrix",
+    "Layout",
+    "MatrixSource",
+    "MatrixUnit",
+    "OnBatch",
+    "OptimizerRuntime",
+    "TensorAxis",
+    "TensorPart",
+]
 
 OnBatch: TypeAlias = Callable[[Sequence[OwnedMatrix]], None]
 """Called before each batch that is orthogonalised, with its matrices."""
@@ -87,7 +98,8 @@ class DedicatedMatrix(Protocol):
     """One dedicated parameter.
 
     ``param``, its ``.grad`` and its state have one layout: whole on the rank that computes the update, ``owner``, and
-    without rows on the others. Under replication parameter and gradient are whole on all ranks.
+    without rows on the others. Under replication parameter and gradient are whole on all ranks. With a ``part`` all
+    that holds for this rank's part of it on the tensor-parallel axis.
     """
 
     @property
@@ -112,6 +124,10 @@ class DedicatedMatrix(Protocol):
     def is_owner(self) -> bool: ...
     @property
     def owner(self) -> tuple[int, int]: ...
+    @property
+    def part(self) -> TensorPart | None:
+        """Its place on the tensor-parallel axis; ``None`` where every rank there has the whole."""
+
     def mark_updated(self) -> None:
         """The owner has updated the matrix, so that gathered copies are stale. Called on every rank."""
 
@@ -127,6 +143,26 @@ class MatrixUnit(Protocol):
         """Issue what brings the updates to other replicas; the next forward waits for it. Collective under HSDP."""
 
 
+class TensorPart(Protocol):
+    """Where a matrix lies on the tensor-parallel axis."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+
+class TensorAxis(Protocol):
+    """The tensor-parallel ranks at this rank's data-parallel place."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def group(self) -> ProcessGroup | None: ...
+
+
 class Layout(Protocol):
     """The part of the topology that the optimizer uses."""
 
@@ -140,10 +176,12 @@ class Layout(Protocol):
     def slot(self) -> tuple[int, int]: ...
     @property
     def ranks(self) -> Sequence[int] | None: ...
+    @property
+    def tensor(self) -> TensorAxis | None: ...
 
 
 class OptimizerRuntime(Protocol):
-    """Every method is called by all data-parallel ranks in the same order."""
+    """Every method is called by all ranks of the model in the same order."""
 
     @property
     def topology(self) -> Layout: ...

@@ -1,4 +1,7 @@
-"""The source of dedicated matrices: the owner alone computes; no traffic but the publish, of HSDP and replication."""
+"""The source of dedicated matrices: the owner alone computes; no traffic but the publish, of HSDP and replication.
+
+Matrices with parts on a tensor-parallel axis are owned part by part, and brought together on that axis first.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OnBatch, OptimizerRuntime
 from dmuon_hf.core.optim.sweep import sweep
+from dmuon_hf.core.optim.tensor_parallel import tensor_parallel_matrices
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.optim.workload import newton_schulz_calls
 
@@ -40,6 +44,7 @@ class OwnedSource:
         for matrix in self._matrices:
             if matrix.route != "muon":
                 _check_shape(matrix)
+        self._parallel = tensor_parallel_matrices(runtime.topology, self._matrices)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
@@ -62,6 +67,8 @@ class OwnedSource:
     ) -> int:
         """Update the matrices that this rank owns, and publish every unit, which is collective under HSDP.
 
+        What a tensor-parallel axis has in parts is updated before the rest, by an exchange on that axis.
+
         Raises:
             ConfigurationError: A gradient is gone; before anything is updated.
         """
@@ -73,14 +80,29 @@ class OwnedSource:
                 taken[key] = rules[key]
                 if matrix.is_owner:
                     mine[key] = _owned_matrix(matrix, state[matrix.param]["momentum_buffer"])
-        return sweep(self._runtime.matrix_units, taken, mine, orthogonalize, on_batch=on_batch)
+        count = 0
+        if self._parallel is not None:
+            parts = {key: mine.pop(key) for key in self._parallel.keys & mine.keys()}
+            count = self._parallel.update(taken, parts, orthogonalize, on_batch=on_batch)
+        return count + sweep(self._runtime.matrix_units, taken, mine, orthogonalize, on_batch=on_batch)
 
     def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
-        return newton_schulz_calls(self._runtime.matrix_units, rules)
+        if self._parallel is None:
+            return newton_schulz_calls(self._runtime.matrix_units, rules)
+        whole = {key: rule for key, rule in rules.items() if key not in self._parallel.keys}
+        return newton_schulz_calls(self._runtime.matrix_units, whole) | self._parallel.newton_schulz_calls(
+            rules, orthogonalize
+        )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the matrices that this rank owns; under replication of all, which every rank holds."""
-        held = {matrix.name: matrix.held_grad for matrix in self._matrices}
+        """Gradients of the matrices that this rank owns; under replication of all, which every rank holds.
+
+        With a tensor-parallel axis, on which several ranks hold parts or copies, all gradients as they lie.
+        """
+        if self._runtime.topology.tensor is not None:
+            held = {matrix.name: matrix.param.grad for matrix in self._matrices}
+        else:
+            held = {matrix.name: matrix.held_grad for matrix in self._matrices}
         return {name: grad for name, grad in held.items() if grad is not None}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_hf.core.errors import ConfigurationError
@@ -110,6 +111,7 @@ def dedicate_params_ddp(
             resolver=hook_boundary_resolver,
         ),
     )
+    _check_plain(targets)
     topology = dataclasses.replace(topology_of(model, mesh, None, process_group_policy), keeps_whole=True)
     plan = make_plan(
         candidates,
@@ -147,6 +149,16 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
             f"dedicate_params_ddp takes a 1-D mesh over all data-parallel ranks, got {mesh.ndim}-D: use "
             "dedicate_params() with fully_shard() for HSDP"
         )
+
+
+def _check_plain(targets: Mapping[str, Target]) -> None:
+    for name, target in targets.items():
+        if isinstance(target.param, DTensor):
+            raise ConfigurationError(
+                f"{name} is already a DTensor, and dedicate_params_ddp takes models of which every rank has the whole: "
+                "for tensor parallelism use dedicate_params() with the data-parallel dimension of the mesh, and "
+                "fully_shard()"
+            )
 
 
 def _build(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.mesh import Topology
@@ -21,6 +22,7 @@ from dmuon_hf.core.runtime.owned_tensor import Origin, OwnedTensor
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
 from dmuon_hf.core.runtime.reduction import OwnerReduction
 from dmuon_hf.core.runtime.runtime import Runtime
+from dmuon_hf.core.runtime.tensor_part import TensorPart
 from dmuon_hf.core.runtime.unit import Unit
 from dmuon_hf.core.runtime.weights import UnitWeights
 
@@ -118,9 +120,9 @@ def _check_source(source: int, targets: Mapping[str, Target], topology: Topology
     """Refuse on every rank a source that has no values either. A collective."""
     if not 0 <= source < topology.size:
         raise ConfigurationError(f"source_rank={source} is not one of the {topology.size} data-parallel ranks")
-    assert topology.grid is not None
+    assert topology.data is not None
     mine = next((name for name, target in targets.items() if is_deferred(target.param, topology)), None)
-    found = topology.grid.broadcast_object(mine, source) if topology.grid.talks else None
+    found = topology.data.broadcast_object(mine, source) if topology.data.talks else None
     if found is not None:
         raise ConfigurationError(
             f"{found} is on the meta device on rank {source} too, whose values source_rank asks for: load the model "
@@ -130,13 +132,18 @@ def _check_source(source: int, targets: Mapping[str, Target], topology: Topology
 
 def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: RuntimeOptions) -> DedicatedParam:
     param = target.param
+    part = TensorPart.of(param)
     if topology.mesh is not None:
-        shape = torch.Size(entry.shape)
         owner = topology.flat_rank(entry.owner)
         dtype = target.policy.master_dtype or options.master_dtype or entry.dtype
         local = _initial_local(entry, param, owner, topology, options.source_rank, dtype)
-        origin = Origin(entry.name, entry.unit)
-        owned = OwnedTensor.from_local(local, topology.mesh, owner=owner, shape=shape, origin=origin)
+        mesh, unowned = topology.mesh, None
+        if part is not None:
+            assert topology.tensor is not None
+            mesh, unowned = topology.tensor.whole, {topology.mesh.ndim: part.placement}
+        owned = OwnedTensor.from_local(
+            local, mesh, owner=owner, shape=entry.shape, unowned=unowned, origin=Origin(entry.name, entry.unit)
+        )
         param = nn.Parameter(owned, requires_grad=target.param.requires_grad)
     dedicated = DedicatedParam(
         name=entry.name,
@@ -150,6 +157,7 @@ def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: Ru
         hsdp=topology.is_hsdp,
         route=entry.route,
         optim_dtype=target.policy.optim_dtype,
+        part=part,
     )
     if param is not target.param:
         _carry_hooks(target.param, dedicated)
@@ -168,16 +176,17 @@ def _carry_hooks(original: nn.Parameter, dedicated: DedicatedParam) -> None:
 def _initial_local(
     entry: ParamEntry, param: nn.Parameter, owner: int, topology: Topology, source: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """What this rank keeps of a parameter: the matrix on its owner, no rows elsewhere; on meta if the model is."""
+    """What this rank keeps of a parameter: its part on the owner, no rows elsewhere; on meta if the model is."""
     is_owner = topology.slot == entry.owner
-    value: Tensor | None = param.detach()
+    here: Tensor = param._local_tensor if isinstance(param, DTensor) else param.detach()
+    value: Tensor | None = here
     if source is not None and topology.size > 1:
-        value = _moved_to_owner(entry, param.detach(), owner, topology, source)
+        value = _moved_to_owner(here, entry.dtype, owner, topology, source)
     elif is_deferred(param, topology):
-        rows = entry.shape[0] if is_owner else 0
-        return torch.empty((rows, *entry.shape[1:]), dtype=dtype, device="meta")
+        rows = here.shape[0] if is_owner else 0
+        return torch.empty((rows, *here.shape[1:]), dtype=dtype, device="meta")
     if not is_owner or value is None:
-        return torch.empty((0, *entry.shape[1:]), dtype=dtype, device=topology.device)
+        return torch.empty((0, *here.shape[1:]), dtype=dtype, device=topology.device)
     value = value.to(device=topology.device, dtype=dtype).contiguous()
     shares_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
     return value.clone() if shares_more else value
@@ -188,15 +197,15 @@ def is_deferred(param: Tensor, topology: Topology) -> bool:
     return param.is_meta and topology.device.type != "meta"
 
 
-def _moved_to_owner(entry: ParamEntry, value: Tensor, owner: int, topology: Topology, source: int) -> Tensor | None:
-    """The matrix of rank ``source`` on its owner, ``None`` elsewhere. Collective."""
-    assert topology.grid is not None
+def _moved_to_owner(value: Tensor, dtype: torch.dtype, owner: int, topology: Topology, source: int) -> Tensor | None:
+    """The matrix of data-parallel rank ``source`` on its owner, ``None`` elsewhere. Collective."""
+    assert topology.data is not None
     if topology.flat_rank(topology.slot) == source:
         outgoing = value.to(topology.device).contiguous().view(-1)
     else:
-        outgoing = torch.empty(0, dtype=entry.dtype, device=topology.device)
-    moved = topology.grid.move(outgoing, entry.numel, source, owner)
-    return None if moved is None else moved.view(entry.shape)
+        outgoing = torch.empty(0, dtype=dtype, device=topology.device)
+    moved = topology.data.move(outgoing, value.numel(), source, owner)
+    return None if moved is None else moved.view(value.shape)
 
 
 def _build_unit(
@@ -211,7 +220,7 @@ def _build_unit(
 ) -> Unit:
     entries: Sequence[ParamEntry] = plan.unit_entries(name)
     layout = PackedLayout.build(
-        [torch.Size(entry.shape) for entry in entries],
+        [params[entry.name].gathered_shape for entry in entries],
         [entry.owner for entry in entries],
         shard_size=topology.shard_size,
         replicate_size=topology.replicate_size,

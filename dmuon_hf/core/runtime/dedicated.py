@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.owned_tensor import Content, GradHook, OwnedTensor
+from dmuon_hf.core.runtime.tensor_part import TensorPart
 
 __all__ = ["DedicatedParam", "Version", "without_values"]
 
@@ -30,12 +31,13 @@ class DedicatedParam:
         boundary: The module of that name.
         route: ``"muon"`` or ``"adamw"``.
         optim_dtype: Dtype of the tensors of its optimizer state; ``None`` is the optimizer's choice.
+        part: Its place on the tensor-parallel axis; ``None`` where every tensor-parallel rank has the whole.
     """
 
     __slots__ = (
         "_dtype", "_hsdp",
         "_is_meta", "_shape", "aliases", "boundary", "name", "optim_dtype", "owner",
-        "param", "places", "route", "spec", "unit"
+        "param", "part", "places", "route", "spec", "unit"
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +54,7 @@ class DedicatedParam:
         hsdp: bool,
         route: str = "muon",
         optim_dtype: torch.dtype | None = None,
+        part: TensorPart | None = None,
     ) -> None:
         self.name = name
         self.aliases = aliases
@@ -63,6 +66,7 @@ class DedicatedParam:
         self.boundary = boundary
         self.route = route
         self.optim_dtype = optim_dtype
+        self.part = part
         self._hsdp = hsdp
         self._dtype, self._shape, self._is_meta = param.dtype, param.shape, param.is_meta
 
@@ -75,6 +79,11 @@ class DedicatedParam:
     def numel(self) -> int:
         """Global number of elements, on every rank."""
         return self.param.numel()
+
+    @property
+    def gathered_shape(self) -> torch.Size:
+        """Shape of what this rank gathers for the forward: the whole, or its tensor-parallel part."""
+        return self.param.shape if self.part is None else self.part.shape
 
     @property
     def is_owner(self) -> bool:
@@ -91,7 +100,7 @@ class DedicatedParam:
 
     @property
     def master(self) -> Tensor:
-        """The local tensor that the optimizer updates: the whole matrix on the owner, zero rows elsewhere."""
+        """What the optimizer updates: the whole matrix (this rank's part) on the owner, zero rows elsewhere."""
         return self.param._local_tensor if isinstance(self.param, OwnedTensor) else self.param.detach()
 
     @property

@@ -202,6 +202,8 @@ class UnitGrads:
             if fresh is not None:
                 self._seen[i] = True
                 fresh = fresh.detach()
+                if param.part is not None:
+                    fresh = param.part.part_of_grad(fresh)
                 kept = fresh if kept is None else kept.add_(fresh)
             grads.append(kept)
         return grads

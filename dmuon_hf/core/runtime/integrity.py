@@ -82,7 +82,7 @@ def unsynchronised(runtime: Runtime, param: nn.Parameter) -> str | None:
     """Why the ranks would train a parameter apart, or ``None``: the one place that decides who synchronises it.
 
     On several ranks it has an owner, or is a DTensor over exactly the ranks of the data-parallel grid, as
-    ``fully_shard`` makes it.
+    ``fully_shard`` makes it; where there is a tensor-parallel axis too, that may be in or not.
     """
     topology = runtime.topology
     if topology.mesh is None or isinstance(param, OwnedTensor):
@@ -90,7 +90,7 @@ def unsynchronised(runtime: Runtime, param: nn.Parameter) -> str | None:
     grid = sorted(topology.ranks or ())
     if isinstance(param, DTensor):
         ranks = sorted(param.device_mesh.mesh.flatten().tolist())
-        if ranks == grid:
+        if ranks in (grid, sorted(topology.data.ranks if topology.data is not None else ())):
             return None
         return (
             f"it is sharded over the ranks {ranks}, but the owners are spread over {grid}: give fully_shard the mesh "

@@ -50,8 +50,9 @@ def debug_enabled() -> bool:
 def check_replicas(model: nn.Module) -> None:
     """Compare every parameter across the data-parallel ranks, to the bit. Collective; call it between steps.
 
-    A dedicated matrix is compared as each rank gathers it, a parameter that FSDP2 shards with the same shard of the
-    other replicas, and any other with all ranks. Nothing to compare in one process.
+    A dedicated matrix is compared as each rank gathers it, under tensor parallelism each part with itself, a parameter
+    that FSDP2 shards with the same shard of the other replicas, and any other with all ranks. Nothing to compare in
+    one process.
 
     Raises:
         LockstepError: A parameter differs between two ranks; the message names them. On every rank.
@@ -110,10 +111,10 @@ def unequal_start(name: str, rank: int, peer: int) -> LockstepError:
 def first_unequal_replica(
     exchange: Callable[[Any], list[Any]], names: Sequence[str], sums: Sequence[int], topology: Layout
 ) -> tuple[str, int, int] | None:
-    """The first of ``names`` whose sum differs between a rank and the rank of its shard in replica 0, and the two.
+    """The first of ``names`` whose sum differs between a rank and its peer in replica 0, and the two.
 
     Args:
-        exchange: Gives what each data-parallel rank passes, by flat rank. Called on all ranks: once, and once more if
+        exchange: Gives what each rank of the model passes, by flat rank. Called on all ranks: once, and once more if
             anything differs.
         names: What is compared, the same on every rank.
         sums: :func:`bit_sum` of each.
@@ -141,17 +142,23 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 def _held(model: nn.Module, runtime: Runtime) -> Iterator[tuple[str, Tensor, int]]:
     """Name, values on this rank, and the number of ranks after which the same values are held again."""
+    topology = runtime.topology
+    assert topology.grid is not None
     for unit in runtime.units:
         unit.weights.gather()
         unit.weights.wait()
-        yield from ((param.name, whole, 1) for param, whole in zip(unit.params, unit.weights.unsharded, strict=True))
+        for dedicated, whole in zip(unit.params, unit.weights.unsharded, strict=True):
+            if isinstance(whole, DTensor):
+                yield dedicated.name, whole._local_tensor, topology.grid.size // topology.size
+            else:
+                yield dedicated.name, whole, 1
         unit.weights.reshard()
     for name, param in model.named_parameters():
         if isinstance(param, OwnedTensor):
             continue
         if isinstance(param, DTensor):
             replicated = any(placement.is_replicate() for placement in param.placements)
-            yield name, param.to_local(), runtime.topology.shard_size if replicated else runtime.topology.size
+            yield name, param.to_local(), topology.replica_distance if replicated else topology.grid.size
         else:
             yield name, param, 1
 
@@ -166,9 +173,10 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _gather_rows(runtime: Runtime, row: Tensor) -> list[list[int]]:
-    """The rows of all data-parallel ranks, by flat rank. Collective."""
-    topology = runtime.topology
-    table = torch.zeros((topology.size, len(row)), dtype=row.dtype, device=row.device)
-    table[topology.flat_rank(topology.slot)] = row
+    """The rows of all ranks, by flat rank. Collective."""
+    grid = runtime.topology.grid
+    assert grid is not None
+    table = torch.zeros((grid.size, len(row)), dtype=row.dtype, device=row.device)
+    table[grid.rank] = row
     rows: list[list[int]] = runtime.reduce_sum(table).tolist()
     return rows

@@ -219,17 +219,17 @@ class Runtime:
         return agreed[: values.numel()]
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Elementwise maximum of a small vector over all data-parallel ranks, outside of a step. Collective."""
+        """Elementwise maximum of a small vector over all ranks of the model, outside of a step. Collective."""
         return self._all_reduce(values, dist.ReduceOp.MAX, "agreement of the ranks")
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether ``condition`` holds on some data-parallel rank. Collective."""
-        if self.topology.size == 1:
+        """Whether ``condition`` holds on some rank of the model. Collective."""
+        if self.topology.grid is None or self.topology.grid.size == 1:
             return condition
         return bool(self.maximum(torch.tensor([float(condition)])).cpu()[0])
 
     def exchange(self, value: T) -> list[T]:
-        """What each data-parallel rank passes, by flat rank; small and picklable. Collective."""
+        """What each rank of the model passes, by flat rank; small and picklable. Collective."""
         grid, what = self.topology.grid, "exchange between the ranks"
         if grid is None or not grid.talks:
             return [value]
@@ -238,11 +238,11 @@ class Runtime:
             return grid.all_gather_object(value)
 
     def reduce_sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum of a small vector over all data-parallel ranks. Collective."""
+        """Elementwise sum of a small vector over all ranks of the model. Collective."""
         return self._all_reduce(values, dist.ReduceOp.SUM, "sum over all ranks")
 
     def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        if self.topology.grid is None or self.topology.size == 1:
+        if self.topology.grid is None or self.topology.grid.size == 1:
             return values
         result = values.detach().to(self.topology.device, copy=True)
         self.context.monitor.issue(Channel.CONTROL, what)
@@ -251,7 +251,7 @@ class Runtime:
         return result
 
     def from_first(self, value: Any) -> Any:
-        """What the first data-parallel rank passes, on all; it has to be picklable. Collective, outside of a step."""
+        """What the first rank passes, on all; it has to be picklable. Collective, outside of a step."""
         grid, what = self.topology.grid, "a value of the first rank"
         if grid is None or not grid.talks:
             return value

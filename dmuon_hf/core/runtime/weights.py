@@ -64,7 +64,9 @@ class UnitWeights:
         view = torch.empty(0, dtype=self.buffer.dtype, device=self.buffer.device)
         stride = torch.empty(shape, device="meta").stride()
         view.set_(self.buffer.untyped_storage(), segment.start, shape, stride)
-        return nn.Parameter(view, requires_grad=self._params[i].param.requires_grad)
+        param = self._params[i]
+        shown = view if param.part is None else param.part.show(view)
+        return nn.Parameter(shown, requires_grad=param.param.requires_grad)
 
     @property
     def state(self) -> WeightState:

@@ -33,6 +33,7 @@ class _Place:
     ranks: Sequence[int] | None
     compares_replicas: bool = False
     replica_distance: int = 1
+    tensor: None = None
 
 
 class Surroundings:

@@ -1,0 +1,110 @@
+"""Dedicated matrices whose parts lie on several tensor-parallel ranks: brought together on that axis alone.
+
+All parts of a matrix have their owners at one data-parallel place, where the ranks of the tensor-parallel axis have it
+together. Momentum is kept by part; directions travel to one worker of them for each matrix, updates travel back, in the
+packed buckets of :mod:`dmuon_hf.core.sharded`. The axis of each data-parallel place works for itself, on what is owned
+there, so the work is divided over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dmuon_hf.core.ns.agreement import Call
+from dmuon_hf.core.optim.interfaces import DedicatedMatrix, Layout, OnBatch, TensorAxis
+from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
+from dmuon_hf.core.sharded.exchange import Exchange
+from dmuon_hf.core.sharded.itinerary import itinerary_of
+from dmuon_hf.core.sharded.layout import Cut, ShardLayout
+from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, make_sharded_plan
+from dmuon_hf.core.sharded.ranks import Team
+from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
+from dmuon_hf.core.sharded.workload import newton_schulz_calls
+
+__all__ = ["TensorParallelMatrices", "tensor_parallel_matrices"]
+
+
+class TensorParallelMatrices:
+    """The matrices of a runtime that have parts, and the work of this rank on those that are owned at its place.
+
+    Args:
+        matrices: All that have a ``part``, of all owners, in plan order.
+        axis: The tensor-parallel axis through this rank.
+        slot: This rank's data-parallel place.
+        team: The ranks of the axis.
+    """
+
+    def __init__(
+        self, matrices: Sequence[DedicatedMatrix], axis: TensorAxis, slot: tuple[int, int], team: Team
+    ) -> None:
+        self.keys = frozenset(id(matrix.param) for matrix in matrices)
+        self._names = {matrix.name: id(matrix.param) for matrix in matrices}
+        self._team = team
+        by_owner: dict[tuple[int, int], list[DedicatedMatrix]] = {slot: []}
+        for matrix in matrices:
+            by_owner.setdefault(matrix.owner, []).append(matrix)
+        # Of the other places only what their ranks compute is asked for, which does not depend on who they are.
+        self._plans: dict[tuple[int, int], ShardedPlan] = {
+            owner: make_sharded_plan([_entry(matrix, axis) for matrix in owned], axis.ranks)
+            for owner, owned in by_owner.items()
+        }
+        self._here = by_owner[slot]
+        self._plan = self._plans[slot]
+        self._itinerary = itinerary_of(self._plan, team.rank)
+        self._exchange = Exchange(team)
+
+    def update(
+        self,
+        rules: Mapping[int, MuonRule],
+        mine: Mapping[int, OwnedMatrix],
+        orthogonalize: Orthogonalize,
+        *,
+        on_batch: OnBatch | None = None,
+    ) -> int:
+        """Update this rank's parts; returns how many logical matrices it orthogonalised. Collective over the axis.
+
+        Args:
+            rules: The rule of each matrix that takes part in this step, by the identity of its parameter.
+            mine: This rank's parts of them, by the same; others are left out.
+            orthogonalize: Newton-Schulz.
+            on_batch: Called before each batch with this rank's parts of its matrices.
+        """
+        local: dict[int, LocalParameter] = {}
+        for index, matrix in enumerate(self._here):
+            key = id(matrix.param)
+            if key in mine:
+                part = mine[key]
+                local[index] = LocalParameter(part.weight, part.grad, part.momentum, rules[key])
+        step = ShardedStep(
+            self._plan,
+            self._itinerary,
+            self._exchange,
+            local=local,
+            reached=[[index in local] for index in range(len(self._here))],
+            orthogonalize=orthogonalize,
+            on_batch=on_batch,
+        )
+        return step.run()
+
+    def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
+        """Every distinct call that any rank makes for these matrices. No communication."""
+        named = {name: rules[key] for name, key in self._names.items() if key in rules}
+        calls = (newton_schulz_calls(plan, named, orthogonalize, self._team.device) for plan in self._plans.values())
+        return set[Call]().union(*calls)
+
+
+def tensor_parallel_matrices(topology: Layout, owned: Sequence[DedicatedMatrix]) -> TensorParallelMatrices | None:
+    """Those of ``owned`` that have parts on a tensor-parallel axis; ``None`` if there are none."""
+    matrices = [matrix for matrix in owned if matrix.part is not None]
+    if topology.tensor is None or not matrices:
+        return None
+    axis = topology.tensor
+    team = Team(axis.ranks, axis.ranks[axis.rank], topology.device, axis.group)
+    return TensorParallelMatrices(matrices, axis, topology.slot, team)
+
+
+def _entry(matrix: DedicatedMatrix, axis: TensorAxis) -> ShardedEntry:
+    assert matrix.part is not None
+    cut = None if matrix.part.placement.is_replicate() else Cut(matrix.part.placement.dim)  # type: ignore[attr-defined]
+    layout = ShardLayout(tuple(matrix.param.shape), (axis.size,), tuple(axis.ranks), (cut,))
+    return ShardedEntry(matrix.name, matrix.param.dtype, matrix.spec, layout)
