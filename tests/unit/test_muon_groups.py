@@ -271,9 +271,6 @@ def test_argument_out_of_range_is_refused_by_name(
     ("argument", "value"),
     [
         ("record_step_profile", True),
-        ("tp_distributed_gram", True),
-        ("tp_distributed_gram_policy", "always"),
-        ("tp_distributed_gram_max_factor_to_scatter_ratio", 0.9),
         ("post_step_prefetch_groups", 1),
         ("post_step_prefetch_sharded_adamw", True),
         ("sharded_adamw_unshard_separate_stream", True),

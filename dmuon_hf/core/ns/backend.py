@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.autotune import Autotuner, Choice, Product, ProductRecorder, wants_autotune
 from dmuon_hf.core.ns.coefficients import Coefficients, Row, schedule
 from dmuon_hf.core.ns.direct import iterate_direct
+from dmuon_hf.core.ns.distributed import orthogonal_columns
 from dmuon_hf.core.ns.flops import direct_flops, gram_flops
 from dmuon_hf.core.ns.gram import iterate_gram
 from dmuon_hf.core.ns.graph import GraphReplay, wants_graphs
@@ -172,6 +174,31 @@ class NewtonSchulz:
     def computes_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """What matrices of ``dtype`` on ``device`` are iterated in."""
         return compute_dtype(torch.empty(0, dtype=dtype, device=device), self.dtype)
+
+    @torch.no_grad()
+    def columns(self, G: Tensor, group: ProcessGroup, *, transposed: bool, steps: int | None = None) -> Tensor:
+        """This rank's parts of whole matrices, ``(B, m, n)``, orthogonalised by Gram matrices. Collective.
+
+        As :func:`~dmuon_hf.core.ns.distributed.gram_newton_schulz_distributed_local_batched`, configured like this
+        object. Neither tuned nor replayed as a graph.
+        """
+        check_matrix(G)
+        dtype = compute_dtype(G, self.dtype)
+        return orthogonal_columns(
+            G,
+            group,
+            transposed=transposed,
+            eps=DEFAULT_EPS,
+            dtype=dtype,
+            segments=self._segments(schedule(self.coefficients, steps), dtype),
+            kernel=self._kernel if self._tuner is None else self._tuner.default,
+            gram_dtype=self.gram_dtype,
+        )
+
+    def segment_count(self, dtype: torch.dtype, device: torch.device, *, steps: int | None = None) -> int:
+        """How many Gram matrices :meth:`columns` forms for matrices of ``dtype``."""
+        compute = compute_dtype(torch.empty(0, dtype=dtype, device=device), self.dtype)
+        return len(self._segments(schedule(self.coefficients, steps), compute))
 
     def products(
         self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, steps: int | None = None

@@ -27,6 +27,7 @@ __all__ = [
     "gram_newton_schulz_distributed_local_batched",
     "iterate_columns",
     "normalized_columns",
+    "orthogonal_columns",
 ]
 
 
@@ -103,9 +104,27 @@ def gram_newton_schulz_distributed_local_batched(
     check_matrix(G_local)
     check_eps(eps)
     rows, compute = rows_of_call(coefficients, steps), compute_dtype(G_local, supported_dtype(dtype))
-    X = normalized_columns(G_local.mT if transposed else G_local, group, eps).to(compute)
-    X = iterate_columns(X, segments(rows, restart_iterations, compute), resolve_kernel(), group)
-    return (X.mT if transposed else X).to(G_local.dtype).contiguous()
+    parts = segments(rows, restart_iterations, compute)
+    return orthogonal_columns(
+        G_local, group, transposed=transposed, eps=eps, dtype=compute, segments=parts, kernel=resolve_kernel()
+    )
+
+
+def orthogonal_columns(
+    G: Tensor,
+    group: ProcessGroup | None,
+    *,
+    transposed: bool,
+    eps: float,
+    dtype: torch.dtype,
+    segments: tuple[tuple[Row, ...], ...],
+    kernel: Kernel,
+    gram_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Normalise a batch of parts, run ``segments`` in ``dtype`` and cast back. Collective."""
+    X = normalized_columns(G.mT if transposed else G, group, eps).to(dtype)
+    X = iterate_columns(X, segments, kernel, group, gram_dtype)
+    return (X.mT if transposed else X).to(G.dtype).contiguous()
 
 
 def normalized_columns(G: Tensor, group: ProcessGroup | None, eps: float) -> Tensor:

@@ -21,6 +21,7 @@ from dmuon_hf.core.optim.binding import (
     debug_enabled,
 )
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
+from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram
 from dmuon_hf.core.optim.groups import (
     Defaults,
     LoweredGroup,
@@ -88,10 +89,14 @@ class Muon(Optimizer):
             one replica nothing is published.
         record_step_profile: Not built; ``True`` raises.
         group_prepare_ahead: Changes nothing: gradients are complete when ``backward()`` returns.
-        tp_distributed_gram: Tensor parallelism is not built; other than the default raises, as for the next five.
-        tp_distributed_gram_policy: See ``tp_distributed_gram``.
-        tp_distributed_gram_max_factor_to_scatter_ratio: See ``tp_distributed_gram``.
-        post_step_prefetch_groups: Not built.
+        tp_distributed_gram: Orthogonalise tensor-parallel matrices whose long side is cut where their parts lie: Gram
+            matrices travel instead of directions and updates, and every rank of the axis computes. Needs the Gram form
+            of Newton-Schulz.
+        tp_distributed_gram_policy: ``"beneficial"`` takes those whose Gram matrices are small beside their updates,
+            ``"always"`` all whose long side is cut.
+        tp_distributed_gram_max_factor_to_scatter_ratio: Largest ratio, for ``"beneficial"``, of the bytes of the Gram
+            matrices, in fp32, one for each segment between restarts, to those of one whole update.
+        post_step_prefetch_groups: Not built; other than the default raises, as for the next two.
         post_step_prefetch_sharded_adamw: Not built.
         sharded_adamw_unshard_separate_stream: Not built.
         forward_prefetch_depth: Units gathered ahead of the one that runs; nothing is gathered in one process.
@@ -149,9 +154,6 @@ class Muon(Optimizer):
     ) -> None:
         require_defaults(
             record_step_profile=record_step_profile,
-            tp_distributed_gram=tp_distributed_gram,
-            tp_distributed_gram_policy=tp_distributed_gram_policy,
-            tp_distributed_gram_max_factor_to_scatter_ratio=tp_distributed_gram_max_factor_to_scatter_ratio,
             post_step_prefetch_groups=post_step_prefetch_groups,
             post_step_prefetch_sharded_adamw=post_step_prefetch_sharded_adamw,
             sharded_adamw_unshard_separate_stream=sharded_adamw_unshard_separate_stream,
@@ -169,10 +171,15 @@ class Muon(Optimizer):
         )
         self._model = model
         user_groups = None if param_groups is None else [_materialised(group) for group in param_groups]
-        self._selection = Selection(predicate, matrix_spec_fn, forced_routes(model, user_groups))
+        columns = ColumnPolicy(tp_distributed_gram_policy, tp_distributed_gram_max_factor_to_scatter_ratio)
+        self._selection = Selection(
+            predicate, matrix_spec_fn, forced_routes(model, user_groups), columns if tp_distributed_gram else None
+        )
         self._runtime, self._sources = sources_of(model, self._selection)
         self._managed = ManagedAdamW(self._runtime, self._selection.forced)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
+        if tp_distributed_gram and self._runtime.topology.tensor is not None:
+            require_gram(self._orthogonalize)
         if isinstance(self._orthogonalize, NewtonSchulz):
             require_same_on_all_ranks(self._orthogonalize, self._ranks)
         self._replicate_async = replicate_async

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.agreement import Call
+from dmuon_hf.core.optim.columns import ColumnPolicy
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OnBatch, OptimizerRuntime
 from dmuon_hf.core.optim.sweep import sweep
@@ -37,14 +38,16 @@ class OwnedSource:
 
     route = "muon"
 
-    def __init__(self, runtime: OptimizerRuntime, forced: Mapping[str, str]) -> None:
+    def __init__(
+        self, runtime: OptimizerRuntime, forced: Mapping[str, str], columns: ColumnPolicy | None = None
+    ) -> None:
         self._runtime = runtime
         self._taken = [forced.get(name, matrix.route) == "muon" for name, matrix in runtime.dedicated.items()]
         self._matrices = list(compress(runtime.dedicated.values(), self._taken))
         for matrix in self._matrices:
             if matrix.route != "muon":
                 _check_shape(matrix)
-        self._parallel = tensor_parallel_matrices(runtime.topology, self._matrices)
+        self._parallel = tensor_parallel_matrices(runtime.topology, self._matrices, columns)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:

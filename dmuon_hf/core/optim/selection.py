@@ -10,6 +10,7 @@ from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.binding import is_dedicated, runtime_with_matrices
+from dmuon_hf.core.optim.columns import ColumnPolicy
 from dmuon_hf.core.optim.groups import trainable_parameters
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.owned import OwnedSource
@@ -32,6 +33,8 @@ class Selection:
     predicate: Predicate | None = None
     matrix_spec_fn: MatrixSpecFn | None = None
     forced: Mapping[str, str] = field(default_factory=dict)
+    columns: ColumnPolicy | None = None
+    """Which tensor-parallel matrices with owners are orthogonalised where their parts lie."""
 
     def __post_init__(self) -> None:
         if self.predicate is None and self.matrix_spec_fn is not None:
@@ -80,7 +83,7 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
         dedicated = {id(matrix.param) for matrix in runtime.dedicated.values()}
         chosen = selection.matrices(model, dedicated, runtime.stacks)
         if not chosen:
-            return runtime, (OwnedSource(runtime, selection.forced),)
+            return runtime, (OwnedSource(runtime, selection.forced, selection.columns),)
         beyond = set(ranks_of([matrix.param for matrix in chosen])).difference(runtime.topology.ranks or ())
         if beyond and runtime.topology.ranks is not None:
             raise NotImplementedError(
@@ -88,7 +91,7 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
                 f"{sorted(beyond)} too, where no matrix has its owner: dedicate nothing, and select all in "
                 "Muon(predicate=...)"
             )
-        return runtime, (OwnedSource(runtime, selection.forced), ShardedSource(chosen))
+        return runtime, (OwnedSource(runtime, selection.forced, selection.columns), ShardedSource(chosen))
     chosen = selection.matrices(model)
     if not chosen:
         raise ConfigurationError(

@@ -2,8 +2,8 @@
 
 All parts of a matrix have their owners at one data-parallel place, where the ranks of the tensor-parallel axis have it
 together. Momentum is kept by part; directions travel to one worker of them for each matrix, updates travel back, in the
-packed buckets of :mod:`dmuon_hf.core.sharded`. The axis of each data-parallel place works for itself, on what is owned
-there, so the work is divided over all ranks.
+packed buckets of :mod:`dmuon_hf.core.sharded`, or only Gram matrices travel (:mod:`.columns`). The axis of each
+data-parallel place works for itself, on what is owned there, so the work is divided over all ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dmuon_hf.core.ns.agreement import Call
+from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram, update_columns
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, Layout, OnBatch, TensorAxis
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.sharded.exchange import Exchange
@@ -32,11 +33,18 @@ class TensorParallelMatrices:
         axis: The tensor-parallel axis through this rank.
         slot: This rank's data-parallel place.
         team: The ranks of the axis.
+        policy: Which of them are orthogonalised where their parts lie; ``None``: none.
     """
 
     def __init__(
-        self, matrices: Sequence[DedicatedMatrix], axis: TensorAxis, slot: tuple[int, int], team: Team
+        self,
+        matrices: Sequence[DedicatedMatrix],
+        axis: TensorAxis,
+        slot: tuple[int, int],
+        team: Team,
+        policy: ColumnPolicy | None = None,
     ) -> None:
+        self._policy = policy
         self.keys = frozenset(id(matrix.param) for matrix in matrices)
         self._names = {matrix.name: id(matrix.param) for matrix in matrices}
         self._team = team
@@ -70,11 +78,20 @@ class TensorParallelMatrices:
             on_batch: Called before each batch with this rank's parts of its matrices.
         """
         local: dict[int, LocalParameter] = {}
-        for index, matrix in enumerate(self._here):
+        columns: list[tuple[ShardedEntry, OwnedMatrix, MuonRule]] = []
+        for index, (matrix, entry) in enumerate(zip(self._here, self._plan.entries, strict=True)):
             key = id(matrix.param)
-            if key in mine:
-                part = mine[key]
+            if key not in mine:
+                continue
+            part = mine[key]
+            if self._stays(entry, rules[key], orthogonalize):
+                columns.append((entry, part, rules[key]))
+            else:
                 local[index] = LocalParameter(part.weight, part.grad, part.momentum, rules[key])
+        count = 0
+        if columns:
+            assert self._team.group is not None
+            count = update_columns(columns, self._team.group, require_gram(orthogonalize))
         step = ShardedStep(
             self._plan,
             self._itinerary,
@@ -84,23 +101,38 @@ class TensorParallelMatrices:
             orthogonalize=orthogonalize,
             on_batch=on_batch,
         )
-        return step.run()
+        return count + step.run()
+
+    def _stays(self, entry: ShardedEntry, rule: MuonRule, orthogonalize: Orthogonalize) -> bool:
+        """Whether a matrix is orthogonalised where its parts lie."""
+        if self._policy is None:
+            return False
+        return self._policy.takes(entry, rule, require_gram(orthogonalize), self._team.device)
 
     def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
-        """Every distinct call that any rank makes for these matrices. No communication."""
-        named = {name: rules[key] for name, key in self._names.items() if key in rules}
-        calls = (newton_schulz_calls(plan, named, orthogonalize, self._team.device) for plan in self._plans.values())
-        return set[Call]().union(*calls)
+        """Every distinct call that any rank makes for whole matrices among these. No communication."""
+        calls: set[Call] = set()
+        for plan in self._plans.values():
+            named = {
+                entry.name: rules[self._names[entry.name]]
+                for entry in plan.entries
+                if self._names[entry.name] in rules
+                and not self._stays(entry, rules[self._names[entry.name]], orthogonalize)
+            }
+            calls |= newton_schulz_calls(plan, named, orthogonalize, self._team.device)
+        return calls
 
 
-def tensor_parallel_matrices(topology: Layout, owned: Sequence[DedicatedMatrix]) -> TensorParallelMatrices | None:
+def tensor_parallel_matrices(
+    topology: Layout, owned: Sequence[DedicatedMatrix], policy: ColumnPolicy | None = None
+) -> TensorParallelMatrices | None:
     """Those of ``owned`` that have parts on a tensor-parallel axis; ``None`` if there are none."""
     matrices = [matrix for matrix in owned if matrix.part is not None]
     if topology.tensor is None or not matrices:
         return None
     axis = topology.tensor
     team = Team(axis.ranks, axis.ranks[axis.rank], topology.device, axis.group)
-    return TensorParallelMatrices(matrices, axis, topology.slot, team)
+    return TensorParallelMatrices(matrices, axis, topology.slot, team, policy)
 
 
 def _entry(matrix: DedicatedMatrix, axis: TensorAxis) -> ShardedEntry:

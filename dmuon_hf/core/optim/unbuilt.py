@@ -9,9 +9,6 @@ __all__ = ["require_defaults"]
 
 _UNBUILT: Final[Mapping[str, tuple[object, str]]] = {
     "record_step_profile": (False, "step timings; profile step() with torch.profiler"),
-    "tp_distributed_gram": (False, "tensor parallelism"),
-    "tp_distributed_gram_policy": ("beneficial", "tensor parallelism"),
-    "tp_distributed_gram_max_factor_to_scatter_ratio": (0.5, "tensor parallelism"),
     "post_step_prefetch_groups": (0, "prefetch after the step; see forward_prefetch_depth"),
     "post_step_prefetch_sharded_adamw": (False, "the sharded_adamw route"),
     "sharded_adamw_unshard_separate_stream": (False, "the sharded_adamw route"),
