@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from dmuon_hf.boundaries import embeddings
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.loaded_shards import check_loaded_shards, is_loaded_in_shards
 from dmuon_hf.survey import Survey
 
 if TYPE_CHECKING:
@@ -29,12 +30,7 @@ _USE_FSDP2 = "use FSDP2: `fsdp_version: 2` in the accelerate config, or DMuonPlu
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models whose weights Muon cannot own: quantised, already sharded, wrapped, or with adapters."""
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        raise ConfigurationError(
-            "this model was sharded while transformers loaded it (DistributedConfig). Load it without "
-            "distributed_config and let accelerate shard it: " + _USE_FSDP2
-        )
+    """Refuse models that are quantised, wrapped, have adapters, or that others than transformers have sharded."""
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ConfigurationError(
             "this model is quantised: its weights cannot take Muon updates. Load it without quantization_config, or "
@@ -46,12 +42,15 @@ def check_model(model: nn.Module) -> None:
         )
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
         raise ConfigurationError(f"pass the model itself, not its {type(model).__name__} wrapper; {_USE_FSDP2}")
-    if runtime_of(model) is None:
+    if is_loaded_in_shards(model):
+        check_loaded_shards(model)
+    elif runtime_of(model) is None:
         sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
         if sharded is not None:
             raise ConfigurationError(
                 f"parameter {sharded!r} is already distributed. Build the optimizer before the model is sharded; "
-                "accelerate.prepare shards it"
+                "accelerate.prepare shards it. A model that is sharded already trains with dmuon_hf.core.Muon(model, "
+                "predicate=...)"
             )
 
 

@@ -98,11 +98,12 @@ def _summary(model: nn.Module, table: dict[str, Route], runtime: Any) -> str:
 
 def _layout(spec: MatrixSpec | None, shape: tuple[int, ...]) -> str:
     """`2 of 64x64, 1 of 32x64`, or empty for a plain matrix."""
-    if spec is None or (spec.sections is None and not spec.transposed):
+    if spec is None or (spec.sections is None and not spec.transposed and len(shape) == 2):
         return ""
+    members = shape[0] if len(shape) == 3 else 1
     counts: dict[tuple[int, int], int] = {}
-    for logical in spec.logical_shapes(shape):
-        counts[logical] = counts.get(logical, 0) + 1
+    for logical in spec.logical_shapes(shape[-2:]):
+        counts[logical] = counts.get(logical, 0) + members
     text = ", ".join(f"{count} of {rows}x{columns}" for (rows, columns), count in counts.items())
     return text + (" (stored transposed)" if spec.transposed else "")
 

@@ -22,8 +22,9 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
+from dmuon_hf.loaded_shards import is_loaded_in_shards, selection_of
 from dmuon_hf.presets import muon_specs, routes
-from dmuon_hf.survey import survey
+from dmuon_hf.survey import Survey, survey
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -163,9 +164,10 @@ def create_optimizer(
     """Dedicate `model` and build its optimizer.
 
     Collective: every rank calls it, after the Accelerator is made and before `accelerator.prepare(model, optimizer)`.
+    A model that transformers sharded while it loaded it (`distributed_config=`) is trained as it is, without either.
 
     Args:
-        model: the whole model, not yet sharded.
+        model: the whole model, not yet sharded, or one loaded with `distributed_config=`.
         args: TrainingArguments that supply the values below which are not given.
         lr: learning rate of all weights, unless `muon_lr` or `adamw_lr` says otherwise. Needed without `args`.
         weight_decay: decoupled weight decay (default 0.0), for the parameters in `decay_names`.
@@ -193,7 +195,12 @@ def create_optimizer(
         eps = _first(eps, args.adam_epsilon)
     if lr is None:
         raise ConfigurationError("create_optimizer needs lr= (or TrainingArguments as second argument)")
-    runtime = _dedicate(model, settings)
+    in_place: dict[str, Any] = {}
+    if is_loaded_in_shards(model):
+        in_place, is_prepared_later = selection_of(model, _specs(survey(model), settings)), False
+    else:
+        # On a mesh `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
+        is_prepared_later = _dedicate(model, settings).topology.is_distributed
     return dmuon.Muon(
         model,
         lr=_first(settings.muon_lr, lr),
@@ -206,9 +213,9 @@ def create_optimizer(
         adamw_betas=_first(betas, (0.9, 0.999)),
         adamw_eps=_first(eps, 1e-8),
         replicate_async=settings.replicate_async,
-        # On a mesh `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
-        defer_state=runtime.topology.is_distributed,
+        defer_state=is_prepared_later,
         param_groups=_decay_groups(model, settings, lr, _first(weight_decay, 0.0), decay_names),
+        **in_place,
     )
 
 
@@ -232,8 +239,17 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
             )
         return runtime
     found = survey(model, launch.block_classes)
+    specs = _specs(found, options)
+    if launch.shard_mesh is not None:
+        checks.check_shared_parameters(found)
+    launch.dedicate(found, specs)
+    return require_runtime(model)
+
+
+def _specs(found: Survey, options: DMuonOptions) -> dict[str, dmuon.MatrixSpec]:
+    """Layout of every weight that Muon is to update, by canonical name."""
     table = routes(
-        model,
+        found.model,
         predicate=options.predicate,
         overrides=options.routes,
         layouts=options.layouts,
@@ -241,11 +257,8 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
         found=found,
     )
     specs = muon_specs(table)
-    checks.check_any_muon(model, specs)
-    if launch.shard_mesh is not None:
-        checks.check_shared_parameters(found)
-    launch.dedicate(found, specs)
-    return require_runtime(model)
+    checks.check_any_muon(found.model, specs)
+    return specs
 
 
 def _decay_groups(

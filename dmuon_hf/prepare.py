@@ -24,6 +24,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import hidden, runtime_of
 from dmuon_hf.factory import is_description
+from dmuon_hf.loaded_shards import check_prepared
 from dmuon_hf.plugin import DMuonPlugin
 from dmuon_hf.small_rests import small_rests_left_to_root
 from dmuon_hf.wrapping import blocks_wrapped
@@ -46,8 +47,11 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
                 "DMuonPlugin needs a DMuon optimizer: pass dmuon_hf.create_optimizer(model, ...) to accelerator.prepare"
             )
         return original(accelerator, *args, **kwargs)
-    checks.check_launch(accelerator.state)
     _check_single(args)
+    if not optimizer.runtime.dedicated and torch.distributed.is_initialized():
+        check_prepared(accelerator.state, args)
+        return original(accelerator, *args, **kwargs)
+    checks.check_launch(accelerator.state)
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     if (
         accelerator.is_fsdp2

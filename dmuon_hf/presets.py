@@ -3,7 +3,8 @@
 The route follows from the role of a parameter (`roles.py`), the layout of a fused weight from its family
 (`families.py`) or from the caller, never from the number of dimensions or from a name alone. Muon takes the weights of
 linear layers inside transformer blocks. AdamW takes embeddings, output heads, whatever lies outside the blocks,
-routers, norms, biases, vectors and, in this release, stacks of experts.
+routers, norms, biases and vectors. Stacks of experts are Muon's where they stay sharded as transformers loaded them
+(`experts.py`), and AdamW's elsewhere in this release.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.experts import expert_stacks
 from dmuon_hf.families import layout_of
 from dmuon_hf.fused import is_split_by
 from dmuon_hf.layouts import Projection, each_head, named_layout, projection_of
+from dmuon_hf.loaded_shards import is_loaded_in_shards
 from dmuon_hf.survey import Survey, survey
 
 __all__ = ["Route", "RouteName", "muon_specs", "routes"]
@@ -111,11 +114,15 @@ class _Context:
         self._found = found
         self._layouts = layouts
         self._per_head = per_head
+        # They are updated where they lie; owners of stacks are not built.
+        self._stacks = expert_stacks(found.model) if is_loaded_in_shards(found.model) else {}
 
     def default_route(self, name: str, parameter: nn.Parameter) -> Route:
         """The route without predicate and overrides."""
         if not parameter.requires_grad:
             return Route("frozen", None, "requires_grad is False")
+        if name in self._stacks:
+            return self._stack(name, parameter, "linear weights of experts")
         role = self._found.roles[name]
         if role.kind != "projection":
             return Route("adamw", None, role.reason)
@@ -127,6 +134,8 @@ class _Context:
             return Route("adamw", None, source)
         if target != "muon":
             raise ConfigurationError(f"{source} sends {name!r} to {target!r}; choose 'muon' or 'adamw'")
+        if name in self._stacks:
+            return self._stack(name, parameter, source)
         if parameter.ndim != 2 or min(parameter.shape) == 1:
             raise ConfigurationError(
                 f"{source} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which updates matrices with at "
@@ -140,6 +149,17 @@ class _Context:
         unused = sorted(pattern for pattern in self._layouts if not any(_matches(name, pattern) for name in muon))
         if unused:
             raise ConfigurationError(f"these layouts match no weight that Muon updates: {unused}")
+
+    def _stack(self, name: str, parameter: nn.Parameter, reason: str) -> Route:
+        """The route of a stack of experts, with the layout of each of them."""
+        said = self._said(name)
+        if isinstance(said, str):
+            raise ConfigurationError(
+                f"layouts= says {said!r} of {name!r}, a stack of experts: give the MatrixSpec of one expert"
+            )
+        spec = self._stacks[name] if said is None else said
+        spec.validate(tuple(parameter.shape[1:]))
+        return Route("muon", spec, reason)
 
     def _muon(self, name: str, parameter: nn.Parameter, reason: str) -> Route:
         projection = projection_of(name, parameter, self._found.modules)
@@ -162,10 +182,12 @@ class _Context:
         return Route("muon", spec, reason)
 
     def _said_layout(self, projection: Projection) -> MatrixSpec | None:
-        said = [layout for pattern, layout in self._layouts.items() if _matches(projection.name, pattern)]
-        if not said:
-            return None
-        return said[-1] if isinstance(said[-1], MatrixSpec) else named_layout(said[-1])(projection)
+        said = self._said(projection.name)
+        return named_layout(said)(projection) if isinstance(said, str) else said
+
+    def _said(self, name: str) -> MatrixSpec | str | None:
+        said = [layout for pattern, layout in self._layouts.items() if _matches(name, pattern)]
+        return said[-1] if said else None
 
 
 def _report(model: nn.Module, table: Mapping[str, Route]) -> None:

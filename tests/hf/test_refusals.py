@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,12 +118,15 @@ def test_unsupported_model_is_refused(attributes: dict[str, Any], error: type[Ex
         create_optimizer(_marked(**attributes), lr=1e-3)
 
 
-def test_model_sharded_by_transformers_is_refused() -> None:
-    class Sharded(nn.Linear):
-        is_distributed_loading_by_transformers = True
-
-    with pytest.raises(ConfigurationError, match="DistributedConfig"):
-        create_optimizer(Sharded(4, 4), lr=1e-3)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"pp_size": 2}, "pp_size > 1"), ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload")],
+)
+def test_unknown_sharding_by_transformers_is_refused(settings: dict[str, Any], message: str) -> None:
+    model = _marked(_is_distributed_loading_by_transformers=True)
+    model.config.distributed_config = SimpleNamespace(**settings)
+    with pytest.raises(NotImplementedError, match=message):
+        create_optimizer(model, lr=1e-3)
 
 
 def test_wrapped_model_is_refused() -> None:

@@ -166,6 +166,7 @@ def test_model_loaded_by_one_rank_computes_the_same_on_all(tmp_path: Any, buffer
 
 
 def _sharded_by_transformers(rank: int, world: int, directory: str) -> str:
+    from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -173,13 +174,18 @@ def _sharded_by_transformers(rank: int, world: int, directory: str) -> str:
     torch.distributed.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=world))
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return _refusal(lambda: dmuon_hf.create_optimizer(model, lr=1e-3))
+    optimizer = dmuon_hf.create_optimizer(model, lr=1e-3)
+    return _refusal(lambda: Accelerator().prepare(model, optimizer))
 
 
-def test_model_that_transformers_has_sharded_is_refused_with_the_way_that_works(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("launched_for_fsdp", "message"), [(False, "leave the model out"), (True, "shard it again")])
+def test_model_that_transformers_has_sharded_is_not_prepared_again(
+    launched_for_fsdp: bool, message: str, tmp_path: Any
+) -> None:
     tiny_llama().save_pretrained(tmp_path)
-    for message in run_ranks(_sharded_by_transformers, 2, str(tmp_path), init=False):
-        assert "Load it without distributed_config and let accelerate shard it" in message
+    env = fsdp_env(2) if launched_for_fsdp else None
+    for refusal in run_ranks(_sharded_by_transformers, 2, str(tmp_path), init=False, env=env):
+        assert message in refusal
 
 
 def _rates(rank: int, world: int) -> dict[str, Any]:
