@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.ns.autotune import Choice, tuner
@@ -34,12 +35,14 @@ def dedicated(world: int, replicas: int) -> TinyMLP:
     # One matrix per owner: batches of small ones are not split, and have nothing to choose.
     model = TinyMLP(d=48, ff=64, n_layers=1)
     if replicas == 1:
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), lambda name, param: "proj" in name)
+        mesh = init_device_mesh("cpu", (world,))
+        dmuon.dedicate_params(model, mesh, lambda name, param: "proj" in name)
     else:
         mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
         dmuon.dedicate_params(
             model, mesh["shard"], lambda name, param: "proj" in name, replicate_mesh=mesh["replicate"]
         )
+    fully_shard(model, mesh=mesh)
     return model
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 from dmuon_hf.core.errors import ConfigurationError
 
-__all__ = ["refuse_cuda_graphs", "untraced"]
+__all__ = ["refuse_cuda_graphs", "untraced", "untraced_once_called"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +24,11 @@ def untraced(hook: F) -> F:
     """
     disabled: F = torch.compiler.disable(hook, reason="hooks of dmuon_hf move storage and communicate")
     return disabled
+
+
+def untraced_once_called(function: F) -> F:
+    """As :func:`untraced`, for what is made on import: a call imports dynamo, and with it the compilers it knows."""
+    return cast(F, _disable_dynamo(function))
 
 
 def refuse_cuda_graphs(module: str) -> None:

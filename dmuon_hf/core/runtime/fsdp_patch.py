@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 
 from dmuon_hf.core.lockstep import note_foreign
 from dmuon_hf.core.runtime import fsdp_inputs, fsdp_methods
-from dmuon_hf.core.runtime.compiling import untraced
+from dmuon_hf.core.runtime.compiling import untraced_once_called
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_grads import follow_requires_grad, refuse_converted
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
@@ -131,7 +131,7 @@ def _after(check: Callable[[Any], None], original: Callable[..., None]) -> Calla
         check(group)
         original(group, *args)
 
-    return untraced(checked)
+    return untraced_once_called(checked)
 
 
 def _noting_gathers(all_gather: Callable[..., Any]) -> Callable[..., Any]:
