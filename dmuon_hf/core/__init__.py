@@ -25,7 +25,7 @@ from dmuon_hf.core.clip import (
     register_muon_grad_clip_strategy,
     try_clip_optimizer_grad_norm_buckets_,
 )
-from dmuon_hf.core.diagnostics import summarize_comm_plan, summarize_param_groups
+from dmuon_hf.core.diagnostics import collect_forward_unshard_profile, summarize_comm_plan, summarize_param_groups
 from dmuon_hf.core.errors import ConfigurationError, DMuonError, LockstepError
 from dmuon_hf.core.ns import (
     DEFAULT_COEFFICIENTS,
@@ -97,6 +97,7 @@ __all__ = [
     "broadcast_all_updates_async",
     "clip_grad_norm_",
     "clip_grad_norm_buckets_",
+    "collect_forward_unshard_profile",
     "convert_lr",
     "dedicate_params",
     "dedicate_params_ddp",

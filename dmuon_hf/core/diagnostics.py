@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import require_runtime, runtime_of
+from dmuon_hf.core.runtime.forward_profile import empty_profile
 from dmuon_hf.core.runtime.unit import Unit
 
-__all__ = ["summarize_comm_plan", "summarize_param_groups"]
+__all__ = ["collect_forward_unshard_profile", "summarize_comm_plan", "summarize_param_groups"]
 
 
 def summarize_param_groups(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -60,6 +61,30 @@ def summarize_param_groups(model: nn.Module, optimizer: Optimizer) -> dict[str, 
         "frozen_params": len(frozen),
         "groups": groups,
     }
+
+
+def collect_forward_unshard_profile(
+    model: nn.Module, *, clear: bool = True, synchronize: bool = False
+) -> dict[str, object]:
+    """What the gathers of forward have cost this rank since the last collection. Any rank may call it.
+
+    Recorded where ``DMUON_RECORD_FORWARD_PROFILE=1`` was set when ``dedicate_params`` was called.
+
+    Args:
+        model: A model that ``dedicate_params`` was called on.
+        clear: Begin anew afterwards.
+        synchronize: Wait for the device first, so that every timing is complete; timings that are not are left for the
+            next collection.
+
+    Returns:
+        ``enabled``, totals ``gathers``, ``bytes``, ``waits``, ``gather_ms`` (from issue to end) and ``wait_ms`` (what
+        forward stood still for), and the same by hook boundary in ``groups``.
+
+    Raises:
+        ConfigurationError: The model has no dedicated parameters.
+    """
+    profile = require_runtime(model).context.forward_profile
+    return empty_profile() if profile is None else profile.collect(clear=clear, synchronize=synchronize)
 
 
 def summarize_comm_plan(model: nn.Module, *, max_groups: int = 64, max_params_per_group: int = 128) -> dict[str, Any]:

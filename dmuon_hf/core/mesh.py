@@ -66,6 +66,8 @@ class Topology:
     grid: GridGroup | None
     data: GridGroup | None
     tensor: TensorAxis | None = None
+    owns_groups: bool = False
+    """Whether the groups are clones that nobody else communicates on."""
     keeps_whole: bool = False
     """Whether every rank keeps whole weights, so that owners share out nothing but the updates."""
 
@@ -173,6 +175,7 @@ def topology_from_meshes(
         grid=grid,
         data=data,
         tensor=tensor,
+        owns_groups=policy == "isolated",
     )
 
 

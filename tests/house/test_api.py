@@ -19,8 +19,6 @@ PAGE = Path(__file__).parent / "data" / "api-reference.txt"
 UNBUILT = {
     "dedicate_params_ddp_tp": "owners under replicated data parallelism with tensor parallelism",
     "replicate_tp": "averaging of gradients without DistributedDataParallel, of tensor-parallel parameters",
-    "Muon.consume_last_step_profile": "timings of the phases of a step",
-    "collect_forward_unshard_profile": "timings of the gathers of forward",
 }
 
 KINDS = inspect.Parameter

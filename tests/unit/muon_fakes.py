@@ -145,6 +145,12 @@ class FakeRuntime:
     def finish_publish(self) -> None:
         self.calls.append("finish publish")
 
+    def prefetch_first(self, count: int) -> None:
+        self.calls.append(f"prefetch {count}")
+
+    def fence(self) -> None:
+        self.calls.append("fence")
+
     def set_forward_prefetch_depth(self, depth: int) -> None:
         self.prefetch_depth = depth
 

@@ -270,8 +270,6 @@ def test_argument_out_of_range_is_refused_by_name(
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("record_step_profile", True),
-        ("post_step_prefetch_groups", 1),
         ("post_step_prefetch_sharded_adamw", True),
         ("sharded_adamw_unshard_separate_stream", True),
     ],

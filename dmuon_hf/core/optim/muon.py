@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from dmuon_hf.core.optim.groups import (
 )
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.managed import ManagedAdamW
+from dmuon_hf.core.optim.profile import StepProfile
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
@@ -87,7 +89,7 @@ class Muon(Optimizer):
         nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
         replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``. With
             one replica nothing is published.
-        record_step_profile: Not built; ``True`` raises.
+        record_step_profile: Time the phases of each step; see :meth:`consume_last_step_profile`.
         group_prepare_ahead: Changes nothing: gradients are complete when ``backward()`` returns.
         tp_distributed_gram: Orthogonalise tensor-parallel matrices whose long side is cut where their parts lie: Gram
             matrices travel instead of directions and updates, and every rank of the axis computes. Needs the Gram form
@@ -96,7 +98,9 @@ class Muon(Optimizer):
             ``"always"`` all whose long side is cut.
         tp_distributed_gram_max_factor_to_scatter_ratio: Largest ratio, for ``"beneficial"``, of the bytes of the Gram
             matrices, in fp32, one for each segment between restarts, to those of one whole update.
-        post_step_prefetch_groups: Not built; other than the default raises, as for the next two.
+        post_step_prefetch_groups: Hook boundaries, the first of the next forward, whose gathers are issued at the end
+            of ``step``, so that they travel while the next batch is loaded; their whole weights take memory from then
+            on.
         post_step_prefetch_sharded_adamw: Not built.
         sharded_adamw_unshard_separate_stream: Not built.
         forward_prefetch_depth: Units gathered ahead of the one that runs; nothing is gathered in one process.
@@ -153,8 +157,6 @@ class Muon(Optimizer):
         matrix_spec_fn: MatrixSpecFn | None = None,
     ) -> None:
         require_defaults(
-            record_step_profile=record_step_profile,
-            post_step_prefetch_groups=post_step_prefetch_groups,
             post_step_prefetch_sharded_adamw=post_step_prefetch_sharded_adamw,
             sharded_adamw_unshard_separate_stream=sharded_adamw_unshard_separate_stream,
         )
@@ -184,6 +186,11 @@ class Muon(Optimizer):
             require_same_on_all_ranks(self._orthogonalize, self._ranks)
         self._replicate_async = replicate_async
         self._forward_prefetch_depth = forward_prefetch_depth
+        if post_step_prefetch_groups < 0:
+            raise ConfigurationError(f"post_step_prefetch_groups must be 0 or more, got {post_step_prefetch_groups}")
+        self._prefetch_groups = post_step_prefetch_groups
+        self._profile = StepProfile(record_step_profile)
+        self._fences = os.environ.get("DMUON_ISOLATED_PG_BARRIER", "0").strip().lower() in ("1", "true", "yes", "on")
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
         self._bound = False
         self.skipped_steps = 0
@@ -360,14 +367,16 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runtime = self._runtime
-        runtime.prepare_grads()
-        first_step = not self._bound
-        findings = self._binding.inspect(self.param_groups, self._names)
-        if not findings.problems:
-            self._make_ready(findings.joined)
+        self._profile.begin(runtime.topology.device)
+        with self._profile.phase("prepare"):
+            runtime.prepare_grads()
+            first_step = not self._bound
+            findings = self._binding.inspect(self.param_groups, self._names)
+            if not findings.problems:
+                self._make_ready(findings.joined)
         # Attributes that torch.amp.GradScaler sets for the time of the call.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        with torch.profiler.record_function("dmuon::agreement"):
+        with torch.profiler.record_function("dmuon::agreement"), self._profile.phase("agreement"):
             verdict = agree_on_step(
                 runtime,
                 [self._managed.flags(), *(source.flags() for source in self._sources)],
@@ -380,23 +389,47 @@ class Muon(Optimizer):
             self._binding.explain()
         if first_step:
             check_equal_start(runtime, self._model)
-        if not verdict.finite:
+        if verdict.finite:
+            self._update(verdict.reached)
+        else:
             self._count_skip()
-            return loss
+        if self._fences:
+            runtime.fence()
+        return loss
+
+    def _update(self, reached: Sequence[Sequence[bool]]) -> None:
+        """Update what the ranks have agreed on and send it on its way. Collective."""
+        runtime, phase = self._runtime, self._profile.phase
         take_cycled_momentum(self.param_groups)
         rules = muon_rules(self.param_groups)
         on_batch = self._progress.on_batch if self._progress.active else None
-        managed, *in_sources = verdict.reached
-        self._managed.update(self.param_groups, self.state, managed)
-        for source, reached in zip(self._sources, in_sources, strict=True):
-            self.ns_matrices += source.update(rules, self.state, reached, self._orthogonalize, on_batch=on_batch)
-        self._progress.finish()
-        for group in self.param_groups:
-            if group["route"] == "adamw":
-                step_adamw(group, self.state, [p for p in group["params"] if id(p) not in self._managed.ids])
-        if not self._replicate_async:
-            runtime.finish_publish()
-        return loss
+        managed, *in_sources = reached
+        with phase("adamw"):
+            self._managed.update(self.param_groups, self.state, managed)
+        with phase("muon"):
+            for source, flags in zip(self._sources, in_sources, strict=True):
+                self.ns_matrices += source.update(rules, self.state, flags, self._orthogonalize, on_batch=on_batch)
+            self._progress.finish()
+        with phase("adamw"):
+            for group in self.param_groups:
+                if group["route"] == "adamw":
+                    step_adamw(group, self.state, [p for p in group["params"] if id(p) not in self._managed.ids])
+        with phase("publish"):
+            if not self._replicate_async:
+                runtime.finish_publish()
+            if self._prefetch_groups:
+                runtime.prefetch_first(self._prefetch_groups)
+
+    def consume_last_step_profile(self) -> dict[str, float] | None:
+        """Milliseconds of the phases of the last step.
+
+        ``prepare_ms``, ``agreement_ms``, ``muon_ms``, ``adamw_ms``, ``publish_ms`` and ``total_ms``.
+
+        Each step's are given once; ``None`` after that, before the first step, and without ``record_step_profile``. On
+        an accelerator they are times of its stream, and the host waits for it here. Of a step that was skipped the
+        phases after the agreement are zero. Local to the rank.
+        """
+        return self._profile.consume()
 
     def _make_ready(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
         """Make state for parameters that have ``joined`` a group of a route, and for all where that was put off."""

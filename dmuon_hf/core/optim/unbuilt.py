@@ -8,8 +8,6 @@ from typing import Final
 __all__ = ["require_defaults"]
 
 _UNBUILT: Final[Mapping[str, tuple[object, str]]] = {
-    "record_step_profile": (False, "step timings; profile step() with torch.profiler"),
-    "post_step_prefetch_groups": (0, "prefetch after the step; see forward_prefetch_depth"),
     "post_step_prefetch_sharded_adamw": (False, "the sharded_adamw route"),
     "sharded_adamw_unshard_separate_stream": (False, "the sharded_adamw route"),
 }

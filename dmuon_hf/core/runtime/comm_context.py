@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.device import DeviceHandle
 from dmuon_hf.core.lockstep import LockstepMonitor
+from dmuon_hf.core.runtime.forward_profile import forward_profile
 
 __all__ = ["DedicatedCommContext"]
 
@@ -25,6 +26,7 @@ class DedicatedCommContext:
             reduction does not stand in front of the weights the next forward waits for.
         replicate_broadcast_stream: Publish of updated weights over the replicate dimension.
         monitor: Notes what this rank issues and waits for; raises when the ranks have diverged.
+        forward_profile: Counters of gathers for forward, ``None`` unless the environment asked for them.
         replicate_group: Group over the replicate dimension, ``None`` on a 1-D mesh.
 
     Streams are made when they are first asked for, since not every device of a single process has any; on the CPU they
@@ -47,6 +49,7 @@ class DedicatedCommContext:
         self.device = DeviceHandle(device)
         self.device.host_wait = self.monitor.wait
         self.replicate_group = replicate_group
+        self.forward_profile = forward_profile(device)
 
     @cached_property
     def broadcast_stream(self) -> Any:

@@ -276,6 +276,19 @@ class Runtime:
             raise ConfigurationError(f"forward_prefetch_depth must be 0 or more, got {depth}")
         self.prefetcher.forward_depth = depth
 
+    def prefetch_first(self, count: int) -> None:
+        """Issue the gathers of the units that the next forward begins with. Collective (shard group)."""
+        self.prefetcher.begin_forward_with(count)
+
+    def fence(self) -> None:
+        """Wait until every rank has come here and what is published has arrived; nothing on the caller's own groups.
+
+        A diagnosis of suspected mix-ups between communicators: it takes the overlap of steps away. Collective.
+        """
+        self.finish_publish()
+        if self.topology.owns_groups:
+            self._all_reduce(torch.zeros(1), dist.ReduceOp.MAX, "fence after the step").cpu()
+
     @property
     def matrix_units(self) -> list[OwnedUnit]:
         """The dedicated parameters by unit, in plan order, for an update that publishes each unit when it is done."""

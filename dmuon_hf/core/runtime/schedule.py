@@ -57,6 +57,11 @@ class Prefetcher:
             for unit in self._order[:1]:
                 unit.weights.gather()
 
+    def begin_forward_with(self, count: int) -> None:
+        """Gather the first ``count`` units of the next forward now, which finds them here or on their way."""
+        for unit in self._order[:count]:
+            unit.weights.gather()
+
     def end_forward(self) -> None:
         """The model's forward has ended: its order is the one to follow from now on."""
         if self._running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ class UnitWeights:
         self._machine.to(WeightState.GATHERING)
         self._versions = versions
         self._context.monitor.issue(Channel.SHARD, f"gather of unit {self.name}")
-        with record_function(f"dmuon::gather {self.name}"):
+        with record_function(f"dmuon::gather {self.name}"), self._profiled_gather():
             self._gather = self.placement.gather(self.buffer, versions)
 
     def _require_values(self) -> None:
@@ -107,10 +108,20 @@ class UnitWeights:
         """Order the current stream (CPU: the host) after the gather."""
         if self.state is WeightState.GATHERING:
             assert self._gather is not None
-            with self._context.monitor.at(f"gather of unit {self.name}"):
+            with self._context.monitor.at(f"gather of unit {self.name}"), self._profiled_wait():
                 self._gather.wait()
             self._gather = None
             self._machine.to(WeightState.GATHERED)
+
+    def _profiled_gather(self) -> AbstractContextManager[None]:
+        profile = self._context.forward_profile
+        if profile is None:
+            return nullcontext()
+        return profile.gather(self.name, self.nbytes, self._context.broadcast_stream)
+
+    def _profiled_wait(self) -> AbstractContextManager[None]:
+        profile = self._context.forward_profile
+        return nullcontext() if profile is None else profile.wait(self.name)
 
     def reshard(self) -> None:
         """Free the whole weights. They stay while a forward of the module is running."""

@@ -123,5 +123,11 @@ class Surroundings:
     def finish_publish(self) -> None:
         """Nothing is published: every rank updates what it holds."""
 
+    def prefetch_first(self, count: int) -> None:
+        """Nothing is gathered here; see :meth:`set_forward_prefetch_depth`."""
+
+    def fence(self) -> None:
+        """The ranks have no process group of this package's own."""
+
     def set_forward_prefetch_depth(self, depth: int) -> None:
         """Whoever sharded the model gathers it."""
