@@ -84,7 +84,7 @@ def instrument(sections: Sections) -> None:
     from dmuon_hf.core.runtime.hooks import _UnitHooks
     from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
     from dmuon_hf.core.runtime.placement import OwnerBroadcast
-    from dmuon_hf.core.runtime.publish import ColumnCopy
+    from dmuon_hf.core.runtime.publish import ColumnCopy, PublishBucket
     from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction, _Stage
     from dmuon_hf.core.runtime.runtime import Runtime
     from dmuon_hf.core.runtime.schedule import BackwardPass
@@ -119,7 +119,7 @@ def instrument(sections: Sections) -> None:
         (muon, "apply_adamw", "step: AdamW"),
         (AdamW, "step", "step: AdamW"),
         (Runtime, "publish", "step: publish"),
-        (ColumnCopy, "publish", "step: publish"),
+        (PublishBucket, "issue", "step: publish"),
         (ColumnCopy, "wait", "publish: finish"),
         (muon.Muon, "zero_grad", "zero_grad"),
         (FSDPParamGroup, "unshard", "FSDP2: all-gather"),

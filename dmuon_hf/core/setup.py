@@ -143,7 +143,10 @@ def dedicate_params(
             ``param_dtype`` or ``grad_dtype`` travel in collectives of their own.
         param_policy_fn: ``(name, param) -> fields``, in place of ``param_policy``.
         route_hint_fn: ``(name, param) -> route``, in place of either.
-        tp_buffer_reuse, replicate_broadcast_bucket_mb, muon_forward_unshard:
+        replicate_broadcast_bucket_mb: Under HSDP, publish consecutive hook boundaries together while their weights
+            fill no more than this many MiB on any rank: fewer and larger collectives, which start when the last of them
+            is updated. 0 publishes each on its own.
+        tp_buffer_reuse, muon_forward_unshard:
             Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
 
     Returns:
@@ -159,13 +162,16 @@ def dedicate_params(
     """
     refuse_unbuilt(
         tp_buffer_reuse=(tp_buffer_reuse, False),
-        replicate_broadcast_bucket_mb=(replicate_broadcast_bucket_mb, 0.0),
     )
     check_forward_unshard(muon_forward_unshard, "dedicate_params")
     policy_of = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=route_hint_fn)
     strategy = setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
+    if not replicate_broadcast_bucket_mb >= 0.0:
+        raise ConfigurationError(
+            f"replicate_broadcast_bucket_mb must be 0 or more MiB, got {replicate_broadcast_bucket_mb!r}"
+        )
     if mesh is None:
         _refuse_without_effect(reduce_dtype=reduce_dtype, master_dtype=master_dtype, source_rank=source_rank)
     if runtime_of(model) is not None:
@@ -208,6 +214,7 @@ def dedicate_params(
             "reduce_dtype": str(reduce_dtype),
             "master_dtype": str(master_dtype),
             "reshard_after_forward": reshard_after_forward,
+            "replicate_broadcast_bucket_mb": replicate_broadcast_bucket_mb,
             "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
             "on meta": _deferred(targets, topology) if source_rank is None else None,
             "policies": policies_text(targets),
@@ -222,6 +229,7 @@ def dedicate_params(
         reduce_dtype=reduce_dtype,
         master_dtype=master_dtype,
         reshard_after_forward=reshard_after_forward,
+        publish_bucket_bytes=replicate_broadcast_bucket_mb * 2**20,
         delay_second_stage=delay_stage2_to_optimizer,
         source_rank=source_rank,
     )

@@ -26,7 +26,7 @@ import dmuon_hf.core as dmuon
 from dmuon_hf.core.runtime import DedicatedCommContext
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
-from dmuon_hf.core.runtime.publish import ColumnCopy
+from dmuon_hf.core.runtime.publish import ColumnCopy, PublishBucket
 from tests.distributed.test_interleaving import interleave
 from tests.distributed.training import Run, backward, batch_of, full, prepare
 from tests.harness import models
@@ -301,13 +301,13 @@ def _copy_masters_on_the_side() -> AbstractContextManager[Any]:
 
 
 def _forget_the_reader() -> AbstractContextManager[Any]:
-    publish = ColumnCopy.publish
+    issue = PublishBucket.issue
 
-    def forgetful(column: ColumnCopy, versions: Any) -> None:
-        column._last_read = None
-        publish(column, versions)
+    def forgetful(bucket: PublishBucket) -> None:
+        bucket._reads.clear()
+        issue(bucket)
 
-    return mock.patch.object(ColumnCopy, "publish", forgetful)
+    return mock.patch.object(PublishBucket, "issue", forgetful)
 
 
 _FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -81,7 +81,7 @@ def fenced(rank: int, world: int, mode: str, policy: str, enabled: bool) -> dict
         optimizer.step()
         calls = len(counter.select("all_reduce"))
     pending = [unit.weights.placement._column for unit in optimizer.runtime.units]
-    in_flight = any(column is not None and column._in_flight is not None for column in pending)
+    in_flight = any(column is not None and column.in_flight for column in pending)
     return {"calls": calls, "in_flight": in_flight, "weights": snapshot(model)}
 
 

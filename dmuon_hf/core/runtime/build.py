@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from dmuon_hf.core.runtime.gradients import UnitGrads
 from dmuon_hf.core.runtime.layout import PackedLayout
 from dmuon_hf.core.runtime.owned_tensor import Origin, OwnedTensor
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
+from dmuon_hf.core.runtime.publish import ColumnCopy, UnitContent, column_copies
 from dmuon_hf.core.runtime.reduction import OwnerReduction
 from dmuon_hf.core.runtime.runtime import Runtime
 from dmuon_hf.core.runtime.tensor_part import TensorPart
@@ -48,6 +50,7 @@ class RuntimeOptions:
         reduce_dtype: Dtype in which gradients are accumulated and travel; ``None`` is fp32 at least.
         master_dtype: Dtype of what the owner keeps and updates; ``None`` is the parameter's own.
         reshard_after_forward: Free whole weights between forward and backward (Z3) or keep them (Z2).
+        publish_bucket_bytes: Most bytes of several units that are published together under HSDP.
         delay_second_stage: Let the replicate stage of the HSDP reduction run on until the end of the pass.
         source_rank: Data-parallel rank whose values count where the others hold none yet; ``None``: the owner's.
     """
@@ -56,6 +59,7 @@ class RuntimeOptions:
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
+    publish_bucket_bytes: float = 0.0
     delay_second_stage: bool = True
     source_rank: int | None = None
 
@@ -79,14 +83,16 @@ def build_runtime(
     if options.source_rank is not None and topology.size > 1:
         _check_source(options.source_rank, targets, topology)
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
-    units = (
-        [
-            _build_unit(name, index, plan, params, targets, topology, context, options)
-            for index, name in enumerate(plan.units)
-        ]
-        if topology.is_distributed
-        else []
+    contents = _contents(plan, params, targets, topology, options) if topology.is_distributed else []
+    columns = (
+        column_copies(contents, topology, context, bucket_bytes=options.publish_bucket_bytes)
+        if topology.is_hsdp
+        else {}
     )
+    units = [
+        _build_unit(content, index, targets, topology, context, columns.get(content.name), options)
+        for index, content in enumerate(contents)
+    ]
     runtime = Runtime(
         topology=topology,
         plan=plan,
@@ -208,36 +214,51 @@ def _moved_to_owner(value: Tensor, dtype: torch.dtype, owner: int, topology: Top
     return None if moved is None else moved.view(value.shape)
 
 
-def _build_unit(
-    name: str,
-    index: int,
+def _contents(
     plan: Plan,
     params: Mapping[str, DedicatedParam],
     targets: Mapping[str, Target],
     topology: Topology,
+    options: RuntimeOptions,
+) -> list[UnitContent]:
+    """Layout, parameters and dtype of every unit, in plan order."""
+    contents = []
+    for name in plan.units:
+        entries: Sequence[ParamEntry] = plan.unit_entries(name)
+        layout = PackedLayout.build(
+            [params[entry.name].gathered_shape for entry in entries],
+            [entry.owner for entry in entries],
+            shard_size=topology.shard_size,
+            replicate_size=topology.replicate_size,
+        )
+        dtype = targets[entries[0].name].policy.param_dtype or options.compute_dtype or entries[0].dtype
+        columns = Counter[int]()
+        for entry in entries:
+            columns[entry.owner[0]] += entry.numel * dtype.itemsize
+        ordered = [params[entries[i].name] for i in layout.order]
+        contents.append(UnitContent(name, layout, ordered, dtype, largest_column=max(columns.values())))
+    return contents
+
+
+def _build_unit(
+    content: UnitContent,
+    index: int,
+    targets: Mapping[str, Target],
+    topology: Topology,
     context: DedicatedCommContext,
+    column: ColumnCopy | None,
     options: RuntimeOptions,
 ) -> Unit:
-    entries: Sequence[ParamEntry] = plan.unit_entries(name)
-    layout = PackedLayout.build(
-        [params[entry.name].gathered_shape for entry in entries],
-        [entry.owner for entry in entries],
-        shard_size=topology.shard_size,
-        replicate_size=topology.replicate_size,
-    )
-    ordered = [params[entries[i].name] for i in layout.order]
-    policy = targets[entries[0].name].policy
-    compute_dtype = policy.param_dtype or options.compute_dtype or entries[0].dtype
-    reduce_dtype = policy.grad_dtype or options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
+    name, layout, ordered, compute_dtype = content.name, content.layout, content.params, content.dtype
+    target = targets[ordered[0].name]
+    reduce_dtype = target.policy.grad_dtype or options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
     weights = UnitWeights(
         name=name,
         params=ordered,
         layout=layout,
         topology=topology,
         context=context,
-        placement=OwnerBroadcast(
-            name=name, layout=layout, params=ordered, topology=topology, context=context, dtype=compute_dtype
-        ),
+        placement=OwnerBroadcast(layout=layout, params=ordered, topology=topology, context=context, column=column),
         compute_dtype=compute_dtype,
     )
     grads = UnitGrads(
@@ -251,7 +272,7 @@ def _build_unit(
     return Unit(
         name=name,
         index=index,
-        module=targets[entries[0].name].boundary,
+        module=target.boundary,
         params=ordered,
         layout=layout,
         weights=weights,

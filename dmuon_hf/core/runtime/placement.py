@@ -25,7 +25,7 @@ class WeightPlacement(Protocol):
         """Issue what brings the weights named by ``versions`` into ``buffer``. Collective over the shard group."""
         ...
 
-    def publish(self, versions: tuple[Version, ...]) -> None:
+    def publish(self) -> None:
         """Bring updated weights to where :meth:`gather` reads them. Collective over the replicate group."""
         ...
 
@@ -40,12 +40,11 @@ class OwnerBroadcast:
     def __init__(
         self,
         *,
-        name: str,
         layout: PackedLayout,
         params: Sequence[DedicatedParam],
         topology: Topology,
         context: DedicatedCommContext,
-        dtype: torch.dtype,
+        column: ColumnCopy | None,
     ) -> None:
         assert topology.shard_group is not None
         self._layout = layout
@@ -53,11 +52,7 @@ class OwnerBroadcast:
         self._context = context
         self._own = layout.owned_by(topology.slot)
         self._own_params = [params[i] for i in self._own]
-        self._column = (
-            ColumnCopy(name=name, layout=layout, params=params, topology=topology, context=context, dtype=dtype)
-            if topology.is_hsdp
-            else None
-        )
+        self._column = column
 
     @torch.no_grad()
     def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
@@ -67,7 +62,7 @@ class OwnerBroadcast:
         if column is None:
             self._copy_in(buffer)
         else:
-            self.publish(versions)
+            column.require(versions)
             kept.append(column.buffer)
 
         def issue() -> list[object]:
@@ -82,9 +77,9 @@ class OwnerBroadcast:
 
         return issue_on(self._context.device, self._context.broadcast_stream, kept, issue)
 
-    def publish(self, versions: tuple[Version, ...]) -> None:
-        if self._column is not None and not self._column.is_current(versions):
-            self._column.publish(versions)
+    def publish(self) -> None:
+        if self._column is not None:
+            self._column.publish()
 
     def finish_publish(self) -> None:
         if self._column is not None:

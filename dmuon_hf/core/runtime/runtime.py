@@ -309,7 +309,7 @@ class Runtime:
 
 
 def _publish(unit: Unit) -> None:
-    unit.weights.placement.publish(unit.weights.versions())
+    unit.weights.placement.publish()
 
 
 def attach(model: nn.Module, runtime: Runtime) -> None:
