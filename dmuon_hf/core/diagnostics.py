@@ -115,7 +115,7 @@ def summarize_comm_plan(model: nn.Module, *, max_groups: int = 64, max_params_pe
 
 
 def _summarize_unit(unit: Unit, max_params: int) -> dict[str, Any]:
-    element = unit.gather_bytes // max(1, unit.layout.numel)
+    element = unit.weights.buffer.element_size()
     return {
         "name": unit.name,
         "route": "+".join(sorted({param.route for param in unit.params})),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -45,6 +45,12 @@ class ParamPolicy:
     master_dtype: torch.dtype | None = None
     optim_dtype: torch.dtype | None = None
     muon_forward_unshard: str | None = None
+
+    def with_unshard(self, default: str) -> ParamPolicy:
+        """The policy with the unshard that holds for it: ``default`` where it names none; ``None`` for a broadcast."""
+        chosen = self.muon_forward_unshard or default
+        shards = self.route == "muon" and chosen == "all_gather"
+        return replace(self, muon_forward_unshard="all_gather" if shards else None)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -179,8 +185,6 @@ def check_forward_unshard(value: Any, where: str) -> None:
         raise ConfigurationError(
             f"{where}: muon_forward_unshard must be one of {', '.join(map(repr, FORWARD_UNSHARDS))}, got {value!r}"
         )
-    if value == "all_gather":
-        raise NotImplementedError(f"{where}: muon_forward_unshard='all_gather' is not built: leave it at 'broadcast'")
 
 
 def _check_dtype(value: Any, where: str) -> None:

@@ -146,7 +146,9 @@ def dedicate_params(
         replicate_broadcast_bucket_mb: Under HSDP, publish consecutive hook boundaries together while their weights
             fill no more than this many MiB on any rank: fewer and larger collectives, which start when the last of them
             is updated. 0 publishes each on its own.
-        tp_buffer_reuse, muon_forward_unshard:
+        muon_forward_unshard: ``"broadcast"``: owners broadcast the weights of the muon route; ``"all_gather"``: after
+            each update they are cut into even shards, from which each forward gathers them (:mod:`.runtime.shards`).
+        tp_buffer_reuse:
             Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
 
     Returns:
@@ -164,7 +166,17 @@ def dedicate_params(
         tp_buffer_reuse=(tp_buffer_reuse, False),
     )
     check_forward_unshard(muon_forward_unshard, "dedicate_params")
-    policy_of = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=route_hint_fn)
+    told = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=route_hint_fn)
+
+    def policy_of(name: str, param: nn.Parameter) -> ParamPolicy:
+        policy = told(name, param).with_unshard(muon_forward_unshard)
+        if isinstance(param, DTensor) and policy.muon_forward_unshard is not None:
+            raise NotImplementedError(
+                f"{name} is tensor-parallel, and muon_forward_unshard='all_gather' is built for whole matrices: leave "
+                "it at 'broadcast' for this one in a param_policy"
+            )
+        return policy
+
     strategy = setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")

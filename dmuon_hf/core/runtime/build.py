@@ -20,10 +20,11 @@ from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.gradients import UnitGrads
 from dmuon_hf.core.runtime.layout import PackedLayout
 from dmuon_hf.core.runtime.owned_tensor import Origin, OwnedTensor
-from dmuon_hf.core.runtime.placement import OwnerBroadcast
+from dmuon_hf.core.runtime.placement import OwnerBroadcast, WeightPlacement
 from dmuon_hf.core.runtime.publish import ColumnCopy, UnitContent, column_copies
 from dmuon_hf.core.runtime.reduction import OwnerReduction
 from dmuon_hf.core.runtime.runtime import Runtime
+from dmuon_hf.core.runtime.shards import ShardGather
 from dmuon_hf.core.runtime.tensor_part import TensorPart
 from dmuon_hf.core.runtime.unit import Unit
 from dmuon_hf.core.runtime.weights import UnitWeights
@@ -85,7 +86,12 @@ def build_runtime(
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
     contents = _contents(plan, params, targets, topology, options) if topology.is_distributed else []
     columns = (
-        column_copies(contents, topology, context, bucket_bytes=options.publish_bucket_bytes)
+        column_copies(
+            [c for c in contents if not _gathers_shards(c, targets)],
+            topology,
+            context,
+            bucket_bytes=options.publish_bucket_bytes,
+        )
         if topology.is_hsdp
         else {}
     )
@@ -240,6 +246,10 @@ def _contents(
     return contents
 
 
+def _gathers_shards(content: UnitContent, targets: Mapping[str, Target]) -> bool:
+    return targets[content.params[0].name].policy.muon_forward_unshard == "all_gather"
+
+
 def _build_unit(
     content: UnitContent,
     index: int,
@@ -252,13 +262,18 @@ def _build_unit(
     name, layout, ordered, compute_dtype = content.name, content.layout, content.params, content.dtype
     target = targets[ordered[0].name]
     reduce_dtype = target.policy.grad_dtype or options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
+    placement: WeightPlacement
+    if _gathers_shards(content, targets):
+        placement = ShardGather(content, topology, context)
+    else:
+        placement = OwnerBroadcast(layout=layout, params=ordered, topology=topology, context=context, column=column)
     weights = UnitWeights(
         name=name,
         params=ordered,
         layout=layout,
         topology=topology,
         context=context,
-        placement=OwnerBroadcast(layout=layout, params=ordered, topology=topology, context=context, column=column),
+        placement=placement,
         compute_dtype=compute_dtype,
     )
     grads = UnitGrads(

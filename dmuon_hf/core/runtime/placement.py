@@ -21,6 +21,11 @@ __all__ = ["OwnerBroadcast", "WeightPlacement"]
 class WeightPlacement(Protocol):
     """Fills a unit's packed buffer with whole weights."""
 
+    @property
+    def buffer_numel(self) -> int:
+        """Elements of the packed buffer: those of the layout at least."""
+        ...
+
     def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
         """Issue what brings the weights named by ``versions`` into ``buffer``. Collective over the shard group."""
         ...
@@ -47,6 +52,7 @@ class OwnerBroadcast:
         column: ColumnCopy | None,
     ) -> None:
         assert topology.shard_group is not None
+        self.buffer_numel = layout.numel
         self._layout = layout
         self._topology = topology
         self._context = context

@@ -47,7 +47,7 @@ class UnitWeights:
         compute_dtype: torch.dtype,
     ) -> None:
         self.placement = placement
-        self.buffer = torch.empty(layout.numel, dtype=compute_dtype, device=topology.device)
+        self.buffer = torch.empty(placement.buffer_numel, dtype=compute_dtype, device=topology.device)
         self.nbytes = self.buffer.untyped_storage().nbytes()
         self.name = name
         self._params = params
