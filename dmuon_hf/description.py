@@ -10,6 +10,7 @@ from torch import nn
 
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.core.runtime import Runtime, runtime_of
+from dmuon_hf.loaded_shards import is_loaded_in_shards
 from dmuon_hf.presets import Route, routes
 
 __all__ = ["describe"]
@@ -34,6 +35,8 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     if runtime is not None:
         table = {name: _as_dedicated(route, runtime.dedicated.get(name)) for name, route in table.items()}
     groups = _groups(model, optimizer)
+    if runtime is None and is_loaded_in_shards(model):
+        table = {name: _as_grouped(route, groups.get(name)) for name, route in table.items()}
     rows: dict[tuple[str, ...], list[str]] = {}
     for raw_name, parameter in model.named_parameters():
         name = canonical_name(raw_name, model)
@@ -67,6 +70,13 @@ def _as_dedicated(route: Route, dedicated: Any) -> Route:
         reason = route.reason if route.route == dedicated.route else "chosen by the caller"
         return Route(dedicated.route, dedicated.spec if dedicated.route == "muon" else None, reason)
     return Route("adamw", None, "chosen by the caller") if route.route == "muon" else route
+
+
+def _as_grouped(route: Route, group: dict[str, Any] | None) -> Route:
+    """What the optimizer really does with a parameter that stays where it is."""
+    if group is None or group["route"] == route.route:
+        return route
+    return Route(group["route"], None, "chosen by the caller")
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:

@@ -238,6 +238,35 @@ def test_model_sharded_by_transformers_trains_like_one_process(
         torch.testing.assert_close(torch.stack(got["norms"]), torch.stack(expected["norms"]), rtol=1e-3, atol=1e-5)
 
 
+def described(rank: int, world: int, directory: str, options: dict[str, Any]) -> str:
+    model = load(directory, "fsdp")
+    return dmuon_hf.describe(model, optimizer_of(model, "fsdp", options))
+
+
+def row(text: str, name: str) -> str:
+    (line,) = [line for line in text.splitlines() if name in line]
+    return line
+
+
+def test_caller_routes_stacks_and_says_their_layout(saved: dict[str, str]) -> None:
+    options = {
+        "routes": {"*.experts.down_proj": "adamw"},
+        "layouts": {"*.experts.gate_up_proj": dmuon.MatrixSpec(sections=(20, 60))},
+    }
+    text = run_ranks(described, 2, saved["qwen3_moe"], options, init=False)[0]
+    assert "adamw" in row(text, "experts.down_proj")
+    assert "chosen by the caller" in row(text, "experts.down_proj")
+    assert "muon" in row(text, "experts.gate_up_proj")
+    plain = run_ranks(described, 2, saved["qwen3_moe"], {}, init=False)[0]
+    assert "8 of 64x40" in row(plain, "experts.down_proj")
+
+
+def test_layout_of_a_stack_by_name_is_refused_on_every_rank(saved: dict[str, str]) -> None:
+    options = {"layouts": {"*.experts.gate_up_proj": "gate_up"}}
+    for outcome in run_ranks(described, 2, saved["qwen3_moe"], options, init=False, expect_failure=True, linger=10.0):
+        assert "give the MatrixSpec of one expert" in error_of(outcome)
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
