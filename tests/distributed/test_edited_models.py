@@ -119,6 +119,26 @@ def _edit_before_step(rank: int, world: int, mode: str, steps: int) -> dict[str,
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_pass_does_not_undo_an_edit(mode: str) -> None:
+    for message, kept in run_ranks(_edit_and_train, MODES[mode], mode):
+        assert "layers.1.up_proj.weight" in message and kept
+
+
+def _edit_and_train(rank: int, world: int, mode: str) -> tuple[str, bool]:
+    run = _run(mode)
+    model, optimizer = training.prepare(run, world)
+    training.backward(model, run, 0, rank, world)
+    optimizer.step()
+    optimizer.zero_grad()
+    mine = nn.Parameter(torch.randn(32, 16))
+    model.layers[1].up_proj.weight = mine
+    training.backward(model, run, 1, rank, world)
+    with pytest.raises(ConfigurationError) as error:
+        optimizer.step()
+    return str(error.value), model.layers[1].up_proj.weight is mine
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_an_edited_model_is_not_saved(mode: str) -> None:
     for messages in run_ranks(_save, MODES[mode], mode):
         for what, message in messages.items():

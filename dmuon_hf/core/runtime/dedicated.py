@@ -36,7 +36,7 @@ class DedicatedParam:
 
     __slots__ = (
         "_dtype", "_hsdp",
-        "_is_meta", "_shape", "aliases", "boundary", "name", "optim_dtype", "owner",
+        "_is_meta", "_shape", "_shown", "aliases", "boundary", "name", "optim_dtype", "owner",
         "param", "part", "places", "route", "spec", "unit"
     )  # fmt: skip
 
@@ -68,6 +68,8 @@ class DedicatedParam:
         self.optim_dtype = optim_dtype
         self.part = part
         self._hsdp = hsdp
+        module, attribute = places[0]
+        self._shown = module._parameters[attribute]
         self._dtype, self._shape, self._is_meta = param.dtype, param.shape, param.is_meta
 
     @property
@@ -150,9 +152,16 @@ class DedicatedParam:
         return None
 
     def install(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` into every module slot of this weight."""
+        """Put ``parameter`` into every module slot of this weight.
+
+        A slot that holds neither the owned parameter nor what was put there last was edited: it stays as it is, so that
+        the next step finds and names it ([Note: identity]).
+        """
         for module, attribute in self.places:
-            module._parameters[attribute] = parameter
+            held = module._parameters.get(attribute)
+            if held is self._shown or held is self.param:
+                module._parameters[attribute] = parameter
+        self._shown = parameter
 
     def refuse_tensor_hooks(self, original: nn.Parameter | None = None) -> None:
         """Raise if somebody hooked the gradient itself, which of the loss on data never passes there.
