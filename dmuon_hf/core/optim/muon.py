@@ -37,7 +37,7 @@ from dmuon_hf.core.optim.profile import StepProfile
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
-from dmuon_hf.core.optim.selection import MatrixSpecFn, Predicate, Selection, sources_of
+from dmuon_hf.core.optim.selection import MatrixSpecFn, Predicate, Selection, names_of, sources_of
 from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
 from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
 from dmuon_hf.core.optim.unbuilt import require_defaults
@@ -218,7 +218,7 @@ class Muon(Optimizer):
 
     def _lower(self, user_groups: Sequence[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
         trainable, frozen = trainable_parameters(self._model), frozen_parameters(self._model)
-        lowered = lower_groups(trainable, self._muon_names, user_groups, defaults, frozen)
+        lowered = lower_groups(trainable, names_of(self._sources, trainable), user_groups, defaults, frozen)
         if not any(group.options["route"] == "muon" for group in lowered):
             raise ConfigurationError(
                 "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them, widen the "
@@ -229,10 +229,6 @@ class Muon(Optimizer):
     def _bind_to_model(self) -> Binding:
         muon = {id(param) for source in self._sources for param in source.params.values()}
         return Binding(self._model, self._runtime, self._waiting, muon, self._selection.predicate)
-
-    @property
-    def _muon_names(self) -> set[str]:
-        return {name for source in self._sources for name in source.params}
 
     @property
     def _ranks(self) -> RankGroup:
@@ -293,8 +289,7 @@ class Muon(Optimizer):
         """
         runtime, sources = sources_of(model, self._selection)
         by_name = trainable_parameters(model)
-        muon_names = {name for source in sources for name in source.params}
-        check_rebindable(self.param_groups, self._names, by_name, muon_names)
+        check_rebindable(self.param_groups, self._names, by_name, names_of(sources, by_name))
         self._model, self._runtime, self._sources = model, runtime, sources
         self._managed = ManagedAdamW(runtime, self._selection.forced)
         self._binding = self._bind_to_model()

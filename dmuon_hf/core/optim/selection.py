@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from dmuon_hf.core.optim.owned import OwnedSource
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource, Surroundings, join, ranks_of
 
-__all__ = ["MatrixSpecFn", "Predicate", "Selection", "sources_of"]
+__all__ = ["MatrixSpecFn", "Predicate", "Selection", "names_of", "sources_of"]
 
 Predicate: TypeAlias = Callable[[str, nn.Parameter], bool]
 MatrixSpecFn: TypeAlias = Callable[[str, nn.Parameter], "MatrixSpec | None"]
@@ -68,6 +68,12 @@ class Selection:
             if spec is not None:
                 chosen.append(ShardedMatrix(name, param, spec))
         return chosen
+
+
+def names_of(sources: Iterable[MatrixSource], params: Mapping[str, nn.Parameter]) -> set[str]:
+    """Which of ``params`` are a source's: by identity, since wrapping a module gives its parameters other names."""
+    matrices = {id(param) for source in sources for param in source.params.values()}
+    return {name for name, param in params.items() if id(param) in matrices}
 
 
 def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime, tuple[MatrixSource, ...]]:
