@@ -170,6 +170,7 @@ def test_quick_start_scripts_of_the_reference_run(name: str, world: int) -> None
 
 def follow_ddp(rank: int, world: int) -> list[float]:
     namespace = run(["model preparation", "fast path", "ddp", "training loop"], names(rank, world))
+    namespace["dmuon"].wait_all_post_step_broadcasts(namespace["model"])
     return [float(weight.sum()) for weight in namespace["model"].parameters()]
 
 
