@@ -11,7 +11,7 @@ from torch import nn
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.prepare import muon_of
-from dmuon_hf.resume import load_model, load_optimizer, parameters_named
+from dmuon_hf.resume import load_model, load_optimizer, saved_whole
 
 __all__ = ["load_accelerator_state", "load_fsdp_model", "load_fsdp_optimizer", "save_state"]
 
@@ -77,10 +77,10 @@ def load_accelerator_state(
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.save_state`: one process, too, writes the names of parameters to the optimizer's state."""
+    """`Accelerator.save_state`: without FSDP, too, the names of parameters and whole momentum are written."""
     owner = next((model for model in accelerator._models if runtime_of(model) is not None), None)
     muon = next(filter(None, map(muon_of, accelerator._optimizers)), None)
     if owner is None or muon is None or accelerator.is_fsdp2:
         return original(accelerator, *args, **kwargs)
-    with parameters_named(owner, muon):
+    with saved_whole(owner, muon):
         return original(accelerator, *args, **kwargs)

@@ -24,7 +24,14 @@ from dmuon_hf.survey import Survey
 if TYPE_CHECKING:
     from accelerate.state import AcceleratorState
 
-__all__ = ["check_any_muon", "check_launch", "check_model", "check_shared_parameters", "check_training_arguments"]
+__all__ = [
+    "check_any_muon",
+    "check_launch",
+    "check_model",
+    "check_shared_parameters",
+    "check_training_arguments",
+    "is_replicated",
+]
 
 _USE_FSDP2 = "use FSDP2: `fsdp_version: 2` in the accelerate config, or DMuonPlugin"
 
@@ -113,10 +120,11 @@ def check_launch(state: AcceleratorState) -> None:
         return
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         raise ConfigurationError(f"{kind} keeps its own optimizer and sharding, which Muon cannot use; {_USE_FSDP2}")
+    if is_replicated(state):
+        _check_parallelism(state)
+        return
     if kind != "FSDP":
-        raise NotImplementedError(
-            f"this launch is {kind} (replicated data parallel, DDP), which is not built yet; {_USE_FSDP2}"
-        )
+        raise NotImplementedError(f"this launch is {kind}, which is not built yet; {_USE_FSDP2}")
     plugin = state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ConfigurationError(f"FSDP1 flattens matrices, so Muon cannot work there; {_USE_FSDP2}")
@@ -124,11 +132,7 @@ def check_launch(state: AcceleratorState) -> None:
         raise NotImplementedError("FSDP with CPU offload is not built yet; set fsdp_offload_params: false")
     if plugin.ignored_modules is not None:
         raise NotImplementedError("ignored_modules is not built yet; leave it out of the FSDP config")
-    for dimension in ("tp", "cp", "sp"):
-        if state.parallelism_config is not None and getattr(state.parallelism_config, f"{dimension}_enabled"):
-            raise NotImplementedError(
-                f"{dimension}_size > 1 is not built yet; use dp_shard_size and dp_replicate_size only"
-            )
+    _check_parallelism(state)
     _check_compile(state.dynamo_plugin)
 
 
@@ -140,6 +144,19 @@ def _check_compile(plugin: Any) -> None:
             "which cannot follow weights that move; take torch_compile_mode (dynamo_mode) 'default' or "
             "'max-autotune-no-cudagraphs'"
         )
+
+
+def is_replicated(state: AcceleratorState) -> bool:
+    """Whether every process keeps the whole model (`MULTI_GPU`, `MULTI_CPU` and the like), in accelerate's DDP."""
+    return str(state.distributed_type.value).startswith("MULTI_")
+
+
+def _check_parallelism(state: AcceleratorState) -> None:
+    for dimension in ("tp", "cp", "sp"):
+        if state.parallelism_config is not None and getattr(state.parallelism_config, f"{dimension}_enabled"):
+            raise NotImplementedError(
+                f"{dimension}_size > 1 is not built yet; use dp_shard_size and dp_replicate_size only"
+            )
 
 
 def _check_alone() -> None:

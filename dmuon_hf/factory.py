@@ -199,8 +199,9 @@ def create_optimizer(
     if is_loaded_in_shards(model):
         in_place, is_prepared_later = selection_of(model, _specs(survey(model), settings)), False
     else:
-        # On a mesh `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
-        is_prepared_later = _dedicate(model, settings).topology.is_distributed
+        # Under FSDP2 `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
+        topology = _dedicate(model, settings).topology
+        is_prepared_later = topology.is_distributed and not topology.keeps_whole
     return dmuon.Muon(
         model,
         lr=_first(settings.muon_lr, lr),
@@ -240,7 +241,7 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
         return runtime
     found = survey(model, launch.block_classes)
     specs = _specs(found, options)
-    if launch.shard_mesh is not None:
+    if launch.shard_mesh is not None and not launch.replicated:
         checks.check_shared_parameters(found)
     launch.dedicate(found, specs)
     return require_runtime(model)

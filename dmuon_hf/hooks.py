@@ -9,8 +9,8 @@
 | `Accelerator.get_state_dict`            | accelerate >=1.15,<2   | finished tensors, tied names                      |
 | `accelerator.load_fsdp_model`           | accelerate >=1.15,<2   | weights that any mode saved                       |
 | `accelerator.load_fsdp_optimizer`       | accelerate >=1.15,<2   | optimizer state that any mode saved               |
-| `accelerator.load_accelerator_state`    | accelerate >=1.15,<2   | both, in one process                              |
-| `Accelerator.save_state`                | accelerate >=1.15,<2   | names of parameters, in one process               |
+| `accelerator.load_accelerator_state`    | accelerate >=1.15,<2   | both, in one process and under DDP                |
+| `Accelerator.save_state`                | accelerate >=1.15,<2   | names and whole momentum, without FSDP            |
 | `PreTrainedModel.save_pretrained`       | transformers >=5.20,<6 | refuses what is spread over ranks                 |
 | `PreTrainedModel.push_to_hub`           | transformers >=5.20,<6 | the same                                          |
 | `Trainer.__init__`                      | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                 |
@@ -20,7 +20,7 @@
 | `Trainer._load_from_checkpoint`         | transformers >=5.20,<6 | weights that any mode saved                       |
 | `Trainer._load_best_model`              | transformers >=5.20,<6 | the same                                          |
 | `Trainer._load_optimizer_and_scheduler` | transformers >=5.20,<6 | optimizer state that any mode saved, never none   |
-| `Trainer._save_optimizer_and_scheduler` | transformers >=5.20,<6 | names of parameters, in one process               |
+| `Trainer._save_optimizer_and_scheduler` | transformers >=5.20,<6 | names and whole momentum, without FSDP            |
 | `Trainer._prepare_for_training`         | transformers >=5.20,<6 | checks that it was loaded                         |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no

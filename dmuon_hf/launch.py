@@ -23,10 +23,12 @@ __all__ = ["Launch", "current_launch"]
 class Launch:
     """Where and how to dedicate. The default is one process, where parameters stay whole.
 
+    `replicated`: every rank of `shard_mesh` keeps the whole model, which `DistributedDataParallel` will wrap.
     `block_classes`: names of classes that the user wants wrapped, None for the model's own blocks. `source_rank`: the
     data-parallel rank that alone has loaded the weights, or None when all have.
     """
 
+    replicated: bool = False
     shard_mesh: DeviceMesh | None = None
     replicate_mesh: DeviceMesh | None = None
     compute_dtype: torch.dtype | None = None
@@ -42,13 +44,20 @@ class Launch:
         Collective on a mesh.
         """
         model = found.model
+        selection: dict[str, Any] = {
+            "predicate": lambda name, parameter: canonical_name(name, model) in specs,
+            "matrix_spec_fn": lambda name, parameter: specs[canonical_name(name, model)],
+            "hook_boundary_resolver": found.boundaries,
+        }
+        if self.replicated:
+            assert self.shard_mesh is not None
+            dmuon.dedicate_params_ddp(model, self.shard_mesh, **selection)
+            return
         dmuon.dedicate_params(
             model,
             self.shard_mesh,
             replicate_mesh=self.replicate_mesh,
-            predicate=lambda name, parameter: canonical_name(name, model) in specs,
-            matrix_spec_fn=lambda name, parameter: specs[canonical_name(name, model)],
-            hook_boundary_resolver=found.boundaries,
+            **selection,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             master_dtype=self.master_dtype,
@@ -58,7 +67,7 @@ class Launch:
 
 
 def current_launch() -> Launch:
-    """The launch that accelerate has set up in this process. Collective the first time without a parallelism config.
+    """The launch that accelerate has set up in this process. Collective without a parallelism config.
 
     Raises:
         ConfigurationError: several processes without an `Accelerator` (or a Trainer, which makes one), or an
@@ -78,6 +87,9 @@ def current_launch() -> Launch:
     checks.check_launch(state)
     if state.distributed_type.value == "NO":
         return Launch()
+    if checks.is_replicated(state):
+        world = torch.distributed.get_world_size()
+        return Launch(shard_mesh=init_device_mesh(state.device.type, (world,), mesh_dim_names=("dp",)), replicated=True)
     plugin = state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     shard_mesh, replicate_mesh = _meshes(state)

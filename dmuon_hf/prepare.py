@@ -1,4 +1,4 @@
-"""What the hooks on `Accelerator` do: shard the rest of a model whose Muon weights have owners.
+"""What the hooks on `Accelerator` do: shard, or replicate, the rest of a model whose Muon weights have owners.
 
 accelerate's own preparation must not see dedicated parameters: it would shard them, move them to meta, and map
 optimizer parameters by `data_ptr`, which is 0 for every empty one. So they are taken out of the modules while it
@@ -31,6 +31,10 @@ from dmuon_hf.wrapping import blocks_wrapped
 
 __all__ = ["get_state_dict", "muon_of", "prepare", "prepare_fsdp2"]
 
+_BUILT_ALONE = (
+    "the optimizer was built for one process: make the Accelerator first, then dmuon_hf.create_optimizer(model, ...)"
+)
+
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare`: refuse what does not work; leave alone what is prepared already."""
@@ -53,6 +57,8 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
         return original(accelerator, *args, **kwargs)
     checks.check_launch(accelerator.state)
     models = [arg for arg in args if isinstance(arg, nn.Module)]
+    if checks.is_replicated(accelerator.state):
+        _check_replicated(optimizer, models)
     if (
         accelerator.is_fsdp2
         and not any(arg is optimizer for arg in args)
@@ -60,6 +66,14 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
     ):
         return _prepare_again(original, accelerator, args)
     return original(accelerator, *args, **kwargs)
+
+
+def _check_replicated(optimizer: dmuon.Muon, models: list[nn.Module]) -> None:
+    """Refuse a model that accelerate would wrap and the optimizer not update as a whole."""
+    if any(runtime_of(model) is not optimizer.runtime for model in models):
+        raise ConfigurationError("the optimizer belongs to another model than the one passed to accelerator.prepare")
+    if optimizer.runtime.topology.ranks is None:
+        raise ConfigurationError(_BUILT_ALONE)
 
 
 def _check_single(args: tuple[Any, ...]) -> None:
@@ -171,10 +185,7 @@ def _check_dedicated(accelerator: Any, model: nn.Module) -> None:
     if runtime is None:
         raise ConfigurationError("the optimizer belongs to another model than the one passed to accelerator.prepare")
     if not runtime.topology.is_distributed:
-        raise ConfigurationError(
-            "the optimizer was built for one process: make the Accelerator first, then "
-            "dmuon_hf.create_optimizer(model, ...)"
-        )
+        raise ConfigurationError(_BUILT_ALONE)
     config = accelerator.parallelism_config
     replicas = 1 if config is None else config.dp_replicate_size
     wanted = (accelerator.num_processes // replicas, replicas)

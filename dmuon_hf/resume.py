@@ -17,6 +17,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint.state_dict as torch_state_dict
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -31,7 +32,7 @@ from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import require_runtime, runtime_of
 
-__all__ = ["load_model", "load_optimizer", "optimizer_state_is_fresh", "parameters_named"]
+__all__ = ["load_model", "load_optimizer", "optimizer_state_is_fresh", "saved_whole"]
 
 _SHOWN = 8
 """Problems that a message lists before it counts the rest."""
@@ -81,19 +82,43 @@ def load_optimizer(
 
 
 @contextmanager
-def parameters_named(model: nn.Module, optimizer: dmuon.Muon) -> Iterator[None]:
-    """Inside the block `optimizer.state_dict()` names the parameters of each group, whose keys are mere positions."""
-    names = list(_group_names(model, optimizer).values())
+def saved_whole(model: nn.Module, optimizer: dmuon.Muon) -> Iterator[None]:
+    """Inside the block `optimizer.state_dict()` is what one process would save, on the ranks that write files.
 
-    def name(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    It names the parameters of each group, whose keys are mere positions, and holds the momentum that lies on owners
+    whole. Collective at the start where there is any; state dicts in the block are not.
+    """
+    names = list(_group_names(model, optimizer).values())
+    whole = _gathered(optimizer)
+
+    def complete(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         for group, members in zip(state_dict["param_groups"], names, strict=True):
             group["param_names"] = members
+        state_dict["state"] = {
+            key: {name: whole.get(id(value), value) for name, value in entry.items()}
+            for key, entry in state_dict["state"].items()
+        }
 
-    handle = optimizer.register_state_dict_post_hook(name)
+    handle = optimizer.register_state_dict_post_hook(complete)
     try:
         yield
     finally:
         handle.remove()
+
+
+@torch.no_grad()
+def _gathered(optimizer: dmuon.Muon) -> dict[int, Tensor]:
+    """State that lies on owners, whole and on the CPU, by the identity of the tensor; on ranks that may write files."""
+    whole: dict[int, Tensor] = {}
+    optimizer.runtime.finish_publish()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, dmuon.OwnedTensor):
+                    full = value.full_tensor()
+                    if PartialState().is_local_main_process:
+                        whole[id(value)] = full.cpu()
+    return whole
 
 
 def optimizer_state_is_fresh(model: nn.Module, optimizer: dmuon.Muon) -> bool:
@@ -204,7 +229,7 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
 def _by_section(model: nn.Module, optimizer: dmuon.Muon, stored: files.Stored) -> dict[str, Any]:
     """Saved state in the form of `dmuon.get_optimizer_state_dict`.
 
-    torch keys it by parameter name, or in one process by position in the groups, next to which `parameters_named` put
+    torch keys it by parameter name, or in one process by position in the groups, next to which `saved_whole` put
     the names.
     """
     saved = files.read_whole(stored)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.prepare import muon_of
-from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh, parameters_named
+from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh, saved_whole
 from dmuon_hf.trainer import trains_with_muon
 
 __all__ = [
@@ -115,12 +115,12 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
 
 
 def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: str) -> None:
-    """`Trainer._save_optimizer_and_scheduler`: one process, too, writes the names of parameters to the state."""
+    """`Trainer._save_optimizer_and_scheduler`: names of parameters and whole momentum, without FSDP too."""
     optimizer = muon_of(trainer.optimizer)
     if optimizer is None or trainer.is_fsdp_enabled:
         original(trainer, output_dir)
         return
-    with parameters_named(trainer.model, optimizer):
+    with saved_whole(trainer.model, optimizer):
         original(trainer, output_dir)
 
 

@@ -147,7 +147,6 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    dmuon.wait_all_post_step_broadcasts(model)
     return {canonical_name(name, model): full(param) for name, param in model.named_parameters()}
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import dmuon_hf
 from dmuon_hf import hooks
+from dmuon_hf.core.plan import canonical_name
 from tests.harness import RankOutcome
 
 VOCABULARY = 128
@@ -95,7 +96,7 @@ def make_trainer(model: nn.Module, args: TrainingArguments, **options: Any) -> T
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole weights on every rank. Collective."""
     return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        canonical_name(name, model): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in model.named_parameters()
     }
 

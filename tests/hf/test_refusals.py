@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 import dmuon_hf
 from dmuon_hf import ConfigurationError, create_optimizer
 from tests.harness import run_ranks
-from tests.hf.support import arguments, as_launched, error_of, fsdp_env, make_trainer, tiny_llama
+from tests.hf.support import as_launched, error_of, fsdp_env, tiny_llama
 
 
 def _prepare(rank: int, world: int, make: str) -> None:
@@ -30,7 +29,6 @@ def _prepare(rank: int, world: int, make: str) -> None:
 
 _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     "env": Accelerator,
-    "cpu": lambda: Accelerator(cpu=True),
     "tp": lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)),
     "compile": lambda: Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")),
 }
@@ -39,7 +37,6 @@ _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
 @pytest.mark.parametrize(
     ("world", "make", "env", "message"),
     [
-        (2, "cpu", {}, "MULTI_CPU.*not built.*fsdp_version: 2"),
         (2, "env", {}, "runs each of them alone"),
         (2, "env", fsdp_env(2, FSDP_VERSION="1", FSDP_RESHARD_AFTER_FORWARD="FULL_SHARD", mesh=False), "FSDP1"),
         (2, "env", fsdp_env(2, FSDP_OFFLOAD_PARAMS="true"), "CPU offload is not built"),
@@ -60,15 +57,6 @@ def _no_accelerator(rank: int, world: int) -> None:
 def test_optimizer_before_the_accelerator_is_refused_in_a_distributed_launch() -> None:
     outcomes = run_ranks(_no_accelerator, 2, init=False, expect_failure=True, linger=10)
     assert all("make the Accelerator first" in error_of(outcome) for outcome in outcomes)
-
-
-def _ddp_trainer(rank: int, world: int, directory: str) -> None:
-    make_trainer(tiny_llama(), arguments(directory, max_steps=1)).train()
-
-
-def test_ddp_trainer_is_refused(tmp_path: Path) -> None:
-    outcomes = run_ranks(_ddp_trainer, 2, str(tmp_path), init=False, expect_failure=True, linger=10)
-    assert all("DDP" in error_of(outcome) for outcome in outcomes)
 
 
 def _plugin_with_adamw(rank: int, world: int) -> None:

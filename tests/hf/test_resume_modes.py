@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import dmuon_hf
-from dmuon_hf.resume import load_model, load_optimizer, parameters_named
+from dmuon_hf.core.plan import canonical_name
+from dmuon_hf.resume import load_model, load_optimizer, saved_whole
 from tests.harness import run_ranks
 from tests.hf.support import (
     arguments,
@@ -40,7 +41,17 @@ MODES: dict[str, tuple[int, int, str]] = {
     "full": (2, 1, "FULL_STATE_DICT"),
     "sharded": (2, 1, "SHARDED_STATE_DICT"),
     "HSDP, sharded": (4, 2, "SHARDED_STATE_DICT"),
+    "DDP": (2, 1, ""),
 }
+PAIRS = [
+    *((a, b) for a, b in itertools.permutations(MODES, 2) if "DDP" not in (a, b)),
+    ("one process", "one process"),
+    ("one process", "DDP"),
+    ("HSDP, sharded", "DDP"),
+    ("DDP", "one process"),
+    ("DDP", "full"),
+    ("DDP", "DDP"),
+]
 BATCH = 8
 
 
@@ -51,7 +62,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Weights and all optimizer state, whole. Collective."""
     taken = {f"weight of {name}": value for name, value in full_weights(model).items()}
-    for name, parameter in model.named_parameters():
+    for raw_name, parameter in model.named_parameters():
+        name = canonical_name(raw_name, model)
         taken |= {f"{key} of {name}": whole(value) for key, value in optimizer.state[parameter].items()}
     return taken
 
@@ -98,11 +110,11 @@ def _constant_then_halved(optimizer: torch.optim.Optimizer, steps: int) -> torch
 
 def run(mode: str, directory: Path, steps: int, checkpoint: Path | None = None) -> dict[str, Any]:
     world, replicas, state_dict = MODES[mode]
-    env = fsdp_env(world, replicas=replicas, state_dict=state_dict) if world > 1 else {}
+    env = fsdp_env(world, replicas=replicas, state_dict=state_dict) if state_dict else {}
     given = None if checkpoint is None else str(checkpoint)
     results = run_ranks(_run, world, str(directory), steps, given, init=False, env=env, timeout=100)
     result: dict[str, Any] = results[0]
-    assert result["fsdp2"] is (world > 1)
+    assert result["fsdp2"] is bool(state_dict)
     return result
 
 
@@ -122,7 +134,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run("one process", tmp_path_factory.mktemp("straight"), 6)
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(MODES, 2), ("one process", "one process")])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_trainer_resumes_in_any_mode_as_the_uninterrupted_run(
     saved: dict[str, dict[str, Any]], straight: dict[str, Any], tmp_path: Path, source: str, target: str
 ) -> None:
@@ -166,7 +178,7 @@ def _loop(rank: int, world: int, directory: str, load: bool, lr: float = 5e-3) -
 
 def loop(mode: str, directory: Path, load: bool, lr: float = 5e-3) -> dict[str, Any]:
     world, replicas, state_dict = MODES[mode]
-    env = fsdp_env(world, replicas=replicas, state_dict=state_dict) if world > 1 else {}
+    env = fsdp_env(world, replicas=replicas, state_dict=state_dict) if state_dict else {}
     result: dict[str, Any] = run_ranks(_loop, world, str(directory), load, lr, init=False, env=env, timeout=100)[0]
     return result
 
@@ -178,7 +190,7 @@ def looped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     return {mode: (directory, loop(mode, directory, False)) for mode, directory in directories.items()}
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(MODES, 2), ("one process", "one process")])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_load_state_continues_in_any_mode_as_the_saved_run_did(
     looped: dict[str, tuple[Path, dict[str, Any]]], source: str, target: str
 ) -> None:
@@ -226,7 +238,7 @@ def _trained(directory: Path) -> tuple[nn.Module, dmuon_hf.core.Muon]:
     ids = torch.arange(16).unsqueeze(0)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    with parameters_named(model, optimizer):
+    with saved_whole(model, optimizer):
         torch.save(optimizer.state_dict(), directory / "optimizer.pt")
     return model, optimizer
 

@@ -30,10 +30,12 @@ def run_script(rank: int, world: int, folder: str, script: str) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize(("script", "world"), [("train_fsdp2.py", 2), ("train_hsdp.py", 4), ("train_sharded.py", 4)])
+@pytest.mark.parametrize(
+    ("script", "world"), [("train_fsdp2.py", 2), ("train_hsdp.py", 4), ("train_ddp.py", 2), ("train_sharded.py", 4)]
+)
 def test_quick_start_scripts_run(script: str, world: int, tmp_path: Path) -> None:
     found = scripts("quick_start.md")
-    assert set(found) == {"model.py", "train_fsdp2.py", "train_hsdp.py", "train_sharded.py"}
+    assert set(found) == {"model.py", "train_fsdp2.py", "train_hsdp.py", "train_ddp.py", "train_sharded.py"}
     for name, text in found.items():
         (tmp_path / name).write_text(text)
     run_ranks(run_script, world, str(tmp_path), script, init=False)

@@ -35,7 +35,8 @@ def install_ddp_patch() -> None:
             original(self, module, *args, **kwargs)
             return
         averaging = _averaging_of(runtime)
-        setattr(module, _IGNORED, [*getattr(module, _IGNORED, ()), *_names(module, averaging)])
+        ignored = dict.fromkeys([*getattr(module, _IGNORED, ()), *_names(module, averaging)])
+        setattr(module, _IGNORED, list(ignored))
         original(self, module, *args, **kwargs)
         _check_ranks(self, runtime)
         averaging.follow(self)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from dmuon_hf.core.lockstep import Channel
+from dmuon_hf.core.replicated.arriving import arrived, arriving
 from dmuon_hf.core.replicated.params import ReplicatedParam
 from dmuon_hf.core.runtime.collectives import InFlight, broadcast_segments, issue_on
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
@@ -20,10 +21,11 @@ __all__ = ["UnitPublish"]
 
 
 class UnitPublish:
-    """The matrices of one unit on their way. Until :meth:`wait` the values on ranks that own them not are undefined.
+    """The matrices of one unit on their way from their owners.
 
     The module waits before its forward, so that the publish is hidden behind the forward of the modules before it, and
-    before its state dict is read or loaded. Nothing is copied: a matrix is sent from, and received into, its parameter.
+    before its state dict is read or loaded; whoever else touches a matrix waits there. Nothing is copied: a matrix is
+    sent from, and received into, its parameter.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class UnitPublish:
         self._group = group
         self._context = context
         self._flight: InFlight | None = None
+        self._on_the_way: list[nn.Parameter] = []
         self._staged: list[tuple[nn.Parameter, Tensor]] = []
 
     def issue(self) -> None:
@@ -54,6 +57,9 @@ class UnitPublish:
                 segments,
                 lambda: broadcast_segments(segments, owners, self._group),
             )
+        self._on_the_way = [param.param for param in changed]
+        if not all(arriving(param, self.wait) for param in self._on_the_way):
+            self.wait()
 
     def _segment(self, param: nn.Parameter) -> Tensor:
         """What the collective reads or writes: the parameter, or a copy of one that is not contiguous."""
@@ -71,6 +77,9 @@ class UnitPublish:
         with self._context.monitor.at(f"publish of unit {self.name}"):
             self._flight.wait()
         self._flight = None
+        for param in self._on_the_way:
+            arrived(param)
+        self._on_the_way.clear()
         with torch.no_grad():
             for param, staged in self._staged:
                 param.copy_(staged)

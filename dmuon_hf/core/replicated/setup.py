@@ -67,8 +67,9 @@ def dedicate_params_ddp(
     For models that are replicated instead of sharded. Parameters stay the plain ones that they are. Backward leaves on
     every rank the mean gradient over all ranks, so that clipping, loss scaling and logging work as under
     ``DistributedDataParallel``; the owner alone keeps momentum and runs Newton-Schulz, and after the step sends the
-    matrix to the others while they go on, each module waiting for its own before its forward. Whoever else reads
-    parameters directly between ``step()`` and the next forward calls :func:`wait_all_post_step_broadcasts` first.
+    matrix to the others while they go on. Each module waits for its own matrices before its forward, and whoever reads
+    one earlier waits there; code that reads memory behind torch's back, such as kernels that were given an address,
+    calls :func:`wait_all_post_step_broadcasts` first.
 
     A collective: every rank calls it, before ``DistributedDataParallel`` or :func:`replicate`, which synchronise
     everything else. All ranks start from the selected matrices of the first one.

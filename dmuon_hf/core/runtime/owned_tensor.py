@@ -295,7 +295,8 @@ class OwnedTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DMuonError(
             "an owned tensor cannot be pickled, since only its owner has the values: save tensor.full_tensor(), a full "
-            "state dict (get_model_state_dict), or use torch.distributed.checkpoint"
+            "state dict (get_model_state_dict, get_optimizer_state_dict, which every rank calls), or use "
+            "torch.distributed.checkpoint"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
