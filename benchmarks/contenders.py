@@ -11,6 +11,7 @@ from peers import Together, make_muon, why_missing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.runtime import runtime_of
@@ -21,6 +22,7 @@ __all__ = [
     "MODES",
     "OURS",
     "PEERS",
+    "REPLICATED",
     "Contender",
     "Mode",
     "NewtonSchulzProbe",
@@ -40,7 +42,8 @@ class Mode:
 
     Attributes:
         optimizer: ``"adamw"`` is FSDP2 with foreach AdamW, ``"dmuon"`` this package with owned matrices, ``"sharded"``
-            with matrices where FSDP2 puts them; others are those of ``peers``.
+            with matrices where FSDP2 puts them, ``"ddp"`` with matrices that every rank keeps whole under
+            ``DistributedDataParallel``, and ``"adamw-ddp"`` AdamW there; others are those of ``peers``.
         reshard: Whether whole weights are freed between forward and backward (Z3, FSDP2's default) or kept (Z2).
         hsdp: Two replicas instead of one.
         dtype: What Newton-Schulz iterates in.
@@ -70,6 +73,13 @@ MODES: dict[str, Mode] = {
     "sharded-hsdp-bf16": Mode("sharded", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
 }
 
+REPLICATED: dict[str, Mode] = {
+    "adamw-ddp": Mode("adamw-ddp", reshard=False, rival="adamw-ddp"),
+    "ddp": Mode("ddp", reshard=False, rival="adamw-ddp"),
+    "ddp-bf16": Mode("ddp", reshard=False, rival="adamw-ddp", dtype=torch.bfloat16),
+}
+"""Whole weights on every rank. C++ issues the collectives of DistributedDataParallel, where nothing counts them."""
+
 PEERS: dict[str, Mode] = {
     "gathered-z3": Mode("gathered", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
     "gathered-z2": Mode("gathered", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
@@ -81,8 +91,8 @@ PEERS: dict[str, Mode] = {
     "heavyball-hsdp": Mode("heavyball", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
 }
 """Muon by others. muon-fsdp2 knows 1-D meshes only."""
-ALL_MODES = MODES | PEERS
-OURS = ("dmuon", "sharded")
+ALL_MODES = MODES | REPLICATED | PEERS
+OURS = ("dmuon", "sharded", "ddp")
 """Optimizers of this package."""
 
 
@@ -183,6 +193,8 @@ def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
     """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz."""
     mode = ALL_MODES[name]
     model = _make_model()
+    if name in REPLICATED:
+        return _build_replicated(name, mode, model, world, clock)
     if mode.hsdp:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         shard_mesh, replicate_mesh = mesh["shard"], mesh["replicate"]
@@ -202,13 +214,25 @@ def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
         return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
     if mode.optimizer not in OURS:
         return Contender(name, model, _make_peer(mode.optimizer, model))
+    return _with_muon(name, mode, model, clock, predicate=_is_matrix if mode.optimizer == "sharded" else None)
+
+
+def _build_replicated(name: str, mode: Mode, model: nn.Module, world: int, clock: Callable[[], float]) -> Contender:
+    if mode.optimizer == "adamw-ddp":
+        model = DistributedDataParallel(model)
+        return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
+    dmuon.dedicate_params_ddp(model, init_device_mesh("cpu", (world,), mesh_dim_names=("data",)), _is_matrix)
+    return _with_muon(name, mode, DistributedDataParallel(model), clock)
+
+
+def _with_muon(name: str, mode: Mode, model: nn.Module, clock: Callable[[], float], **options: Any) -> Contender:
     probe = NewtonSchulzProbe(dmuon.NewtonSchulz("auto", dtype=mode.dtype), clock)
     optimizer = dmuon.Muon(
         model,
         lr=1e-3,
         ns_backend=probe,  # type: ignore[arg-type]
         first_step_progress_log=False,
-        predicate=_is_matrix if mode.optimizer == "sharded" else None,
+        **options,
     )
     return Contender(name, model, optimizer, probe)
 
