@@ -180,6 +180,26 @@ def test_clip_of_matrices_counts_each_once_and_scales_every_copy() -> None:
     run_ranks(_clip_matrices, 2)
 
 
+def _owned_beside_replicated(rank: int, world: int) -> dict[str, Tensor]:
+    run = Run("z3", "uneven", steps=3, accumulate=2)
+    model, mesh = make_model(run.model), mesh_of(world)
+    dmuon.dedicate_params(model, mesh, is_matrix)
+    dmuon.replicate(model, mesh)
+    optimizer = dmuon.Muon(model, **HYPER)
+    for step in range(run.steps):
+        backward(model, run, step, rank, world)
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+def test_replicate_beside_dedicate_params_trains_like_one_process() -> None:
+    expected = reference(Run("z3", "uneven", steps=3))["weights"][-1]
+    for weights in run_ranks(_owned_beside_replicated, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
 # What is kept, and what is sent
 
 

@@ -145,6 +145,14 @@ def test_training_guide_runs_on_an_hsdp_mesh() -> None:
     assert all(torch.tensor(loss).isfinite() for loss in run_ranks(follow_the_guide_on_hsdp, 4, init=False))
 
 
+def follow_the_guide_on_ddp(rank: int, world: int) -> float:
+    return float(run(["model preparation", "fast path", "ddp", "training loop"], names(rank, world))["loss"])
+
+
+def test_training_guide_runs_with_whole_weights_on_every_rank() -> None:
+    assert all(torch.tensor(loss).isfinite() for loss in run_ranks(follow_the_guide_on_ddp, 2, init=False))
+
+
 @pytest.mark.parametrize("name", [*PREDICATES, "predicate without small matrices"])
 def test_predicates_of_the_training_guide_choose_what_they_say(name: str) -> None:
     predicate = run([name], {"nn": nn})["predicate"]

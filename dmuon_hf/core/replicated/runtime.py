@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan
 from dmuon_hf.core.replicated.averaging import GradientAveraging
@@ -42,18 +39,6 @@ class ReplicatedRuntime(Runtime):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A deep copy of the model, as averages of weights make one, is a plain model without owners."""
         return
-
-    def unsynchronised(self, param: nn.Parameter) -> str | None:
-        """Why the ranks would train a parameter apart, or ``None``."""
-        assert self.averaging is not None
-        if isinstance(param, DTensor):
-            return super().unsynchronised(param)
-        if self.topology.size == 1 or self.averaging.covers(param):
-            return None
-        return (
-            "no rank synchronises it: call dmuon.replicate(model, mesh) after dedicate_params_ddp(), or wrap the model "
-            "in DistributedDataParallel, before the first step"
-        )
 
     @property
     def backward_count(self) -> int:

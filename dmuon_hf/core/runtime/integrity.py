@@ -81,8 +81,9 @@ def _displaced(
 def unsynchronised(runtime: Runtime, param: nn.Parameter) -> str | None:
     """Why the ranks would train a parameter apart, or ``None``: the one place that decides who synchronises it.
 
-    On several ranks it has an owner, or is a DTensor over exactly the ranks of the data-parallel grid, as
-    ``fully_shard`` makes it; where there is a tensor-parallel axis too, that may be in or not.
+    On several ranks it has an owner, is averaged over them by ``replicate`` or ``DistributedDataParallel``, or is a
+    DTensor over exactly the ranks of the data-parallel grid, as ``fully_shard`` makes it; where there is a
+    tensor-parallel axis too, that may be in or not.
     """
     topology = runtime.topology
     if topology.mesh is None or isinstance(param, OwnedTensor):
@@ -96,8 +97,13 @@ def unsynchronised(runtime: Runtime, param: nn.Parameter) -> str | None:
             f"it is sharded over the ranks {ranks}, but the owners are spread over {grid}: give fully_shard the mesh "
             "of dedicate_params, for HSDP mesh['shard'] with replicate_mesh=mesh['replicate'] and the whole mesh"
         )
-    if topology.size == 1:
+    if topology.size == 1 or (runtime.averaging is not None and runtime.averaging.covers(param)):
         return None
+    if topology.keeps_whole:
+        return (
+            "no rank synchronises it: call dmuon.replicate(model, mesh) after dedicate_params_ddp(), or wrap the model "
+            "in DistributedDataParallel, before the first step"
+        )
     return (
         "no rank synchronises it: call fully_shard on the modules and at last on the model (or accelerator.prepare), "
         "without it in ignored_params, before the first step"
