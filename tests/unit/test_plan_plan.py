@@ -63,8 +63,8 @@ def test_digest_of_a_known_plan_is_stable() -> None:
         [Candidate(name="w", shape=(4, 3), dtype=torch.float32, unit="u")], units=["u"], shard_size=1, settings={"a": 1}
     )
     text = (
-        f'{{"entries":[{{"aliases":[],"cost":{plan.entries[0].cost},"dtype":"float32","name":"w","owner":[0,0],"shape":[4,3],'
-        '"spec":{"groups":1,"sections":null,"transposed":false},"unit":"u"}],"replicate_size":1,"settings":{"a":1},'
+        f'{{"entries":[{{"aliases":[],"cost":{plan.entries[0].cost},"dtype":"float32","name":"w","owner":[0,0],'
+        '"route":"muon","shape":[4,3],"spec":{"groups":1,"sections":null,"transposed":false},"unit":"u"}],"replicate_size":1,"settings":{"a":1},'
         '"shard_size":1,"units":["u"],"version":1}'
     )
     assert plan.digest() == hashlib.sha256(text.encode()).hexdigest()
@@ -83,6 +83,7 @@ def test_every_field_changes_the_digest_and_is_named() -> None:
     per_entry = {
         "name": "other", "aliases": ("tied",), "shape": (512, 128), "dtype": torch.float64, "unit": "layers.1",
         "spec": MatrixSpec(sections=(128, 128)), "owner": (1 - plan.entries[0].owner[0], 0), "cost": 1,
+        "route": "adamw",
     }  # fmt: skip
     for attribute, value in per_entry.items():
         changed = dataclasses.replace(plan.entries[0], **{attribute: value})
