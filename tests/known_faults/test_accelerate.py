@@ -227,7 +227,7 @@ def test_schedule_that_ends_at_zero_stops_both_routes() -> None:
 def test_engine_that_keeps_its_own_optimizer_is_refused(kind: str) -> None:
     from dmuon_hf.checks import check_launch
 
-    state: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
+    state: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), mixed_precision="no")
     with pytest.raises(dmuon_hf.ConfigurationError, match=f"{kind} keeps its own optimizer.*FSDP2"):
         check_launch(state)
 
