@@ -55,11 +55,9 @@ def _small_windows(rank: int, world: int, mode: str) -> list[str]:
     for unit in optimizer.runtime.units:
         placement = unit.weights.placement
 
-        def publish(
-            versions: Any, placement: Any = placement, plain: Any = placement.publish, at: int = unit.index
-        ) -> None:
+        def publish(plain: Any = placement.publish, at: int = unit.index) -> None:
             log.append(f"publish {at}")
-            plain(versions)
+            plain()
 
         placement.publish = publish
     unit_of = {name: matrix.unit for name, matrix in optimizer.runtime.dedicated.items()}
