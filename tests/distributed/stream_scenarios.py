@@ -176,12 +176,17 @@ def load_weights_after_a_gather_ahead(job: Job) -> None:
     job.train(1)
 
 
-def step_after_a_gather_ahead(job: Job) -> None:
-    """The step publishes what a gather that nobody has waited for still reads."""
+def publish_after_a_gather_ahead(job: Job) -> None:
+    """What a gather that nobody has waited for still reads is published anew.
+
+    By the caller: in a step the host has waited before for an agreement, which follows the gather on its group.
+    """
     job.train(1)
-    job.backward(1)
     job.optimizer.runtime.units[0].weights.gather()
-    job.step()
+    with torch.no_grad():
+        for matrix in job.optimizer.runtime.dedicated.values():
+            matrix.param.mul_(0.5)
+    dmuon.broadcast_all_updates_async(job.model)
     job.train(1)
 
 
@@ -205,7 +210,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         step_twice,
         discard,
         load_weights_after_a_gather_ahead,
-        step_after_a_gather_ahead,
+        publish_after_a_gather_ahead,
         fail_in_both_passes,
         drop_the_model_after_step,
         drop_the_model_after_evaluation,

@@ -80,7 +80,7 @@ def test_streams_are_in_order_and_results_right_after_any_order_of_operations(mo
         ("drops in flight", "hsdp", "drop_the_model_after_step", "early free"),
         ("copies masters on the side", "z3", "load_weights_after_a_gather_ahead", "race"),
         ("gathers without the publish", "hsdp", "train", "race"),
-        ("publishes over a copy that is read", "hsdp", "step_after_a_gather_ahead", "race"),
+        ("publishes over a copy that is read", "hsdp", "publish_after_a_gather_ahead", "race"),
     ],
 )
 def test_a_fault_seeded_into_the_runtime_is_found(fault: str, mode: str, program: str, words: str) -> None:
