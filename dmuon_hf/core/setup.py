@@ -1,50 +1,40 @@
-"""``dedicate_params``: choose owners, install owned parameters, attach the runtime."""
+"""``dedicate_params``: its arguments, and the way from them to a running model."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon_hf.core.errors import ConfigurationError, LockstepError
-from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
-from dmuon_hf.core.mesh import Topology, check_policy, local_topology, topology_from_meshes
-from dmuon_hf.core.plan import Candidate, MatrixSpec, Plan, canonical_name, make_plan
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.hook_boundaries import HookBoundaryResolver
+from dmuon_hf.core.planning import (
+    OwnerChoice,
+    agreed_plan,
+    compare_values,
+    deferred_names,
+    log_plan,
+    tensor_placements,
+    topology_of,
+)
 from dmuon_hf.core.policy import ParamPolicy, ParamPolicyFn, RouteHintFn, check_forward_unshard, policy_source
-from dmuon_hf.core.runtime.build import RuntimeOptions, Target, build_runtime, is_deferred
-from dmuon_hf.core.runtime.replica_check import bit_sum, first_unequal_replica, unequal_start
+from dmuon_hf.core.runtime.build import RuntimeOptions, build_runtime
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
-from dmuon_hf.core.runtime.tensor_part import TensorPart
-from dmuon_hf.core.tensor_mesh import tensor_mesh_of
+from dmuon_hf.core.selection import (
+    AssignmentGroupKeyFn,
+    Boundaries,
+    MatrixSpecFn,
+    Predicate,
+    select,
+    stacks_of,
+)
 
-__all__ = [
-    "MatrixSpecFn",
-    "Predicate",
-    "compare_plans",
-    "dedicate_params",
-    "log_plan",
-    "policies_text",
-    "refuse_unbuilt",
-    "select",
-    "setting",
-    "switch",
-    "topology_of",
-]
-
-logger = logging.getLogger(__name__)
-
-Predicate = Callable[[str, nn.Parameter], bool]
-MatrixSpecFn = Callable[[str, nn.Parameter], "MatrixSpec | None"]
-AssignmentGroupKeyFn = Callable[[str, nn.Parameter], Hashable]
+__all__ = ["dedicate_params"]
 
 
 def dedicate_params(
@@ -162,7 +152,7 @@ def dedicate_params(
             ``source_rank`` they need not be equal); the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
-    refuse_unbuilt(
+    _refuse_unbuilt(
         tp_buffer_reuse=(tp_buffer_reuse, False),
     )
     check_forward_unshard(muon_forward_unshard, "dedicate_params")
@@ -177,7 +167,13 @@ def dedicate_params(
             )
         return policy
 
-    strategy = setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt")
+    choice = OwnerChoice.of_arguments(
+        owner_strategy,
+        owner_cost_model,
+        pack_small_params,
+        max_owners_per_group,
+        hsdp_column_balance=hsdp_column_balance,
+    )
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
     if not replicate_broadcast_bucket_mb >= 0.0:
@@ -194,48 +190,30 @@ def dedicate_params(
     def is_stack(name: str, param: nn.Parameter) -> bool:
         return param.ndim == 3 and policy_of(name, param).route == "muon"
 
-    stacks = _stacks(model, predicate, is_stack, matrix_spec_fn)
-    targets, candidates, frozen = select(
+    stacks = stacks_of(model, predicate, is_stack, matrix_spec_fn)
+    selection = select(
         model,
         lambda name, param: predicate(name, param) and not is_stack(name, param),
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
         policy_of=policy_of,
-        boundary=lambda name, param: boundary_of(
-            model,
-            name,
-            param,
-            predicate=hook_boundary_predicate,
-            strict=hook_boundary_strict,
-            resolver=hook_boundary_resolver,
-        ),
+        boundaries=Boundaries(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
     )
+    targets = selection.targets
     topology = topology_of(model, mesh, replicate_mesh, process_group_policy, targets)
-    plan = make_plan(
-        candidates,
-        units=list(dict.fromkeys(candidate.unit for candidate in candidates)),
-        shard_size=topology.shard_size,
-        replicate_size=topology.replicate_size,
-        owner_strategy=strategy,  # type: ignore[arg-type]
-        owner_cost_model=setting(owner_cost_model, "DMUON_OWNER_COST_MODEL", "optimizer"),  # type: ignore[arg-type]
-        hsdp_column_balance=switch(hsdp_column_balance, "DMUON_HSDP_COLUMN_BALANCE"),
-        pack_small_params=switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
-        max_owners_per_group=max_owners_per_group,
-        settings={
-            "compute_dtype": str(compute_dtype),
-            "reduce_dtype": str(reduce_dtype),
-            "master_dtype": str(master_dtype),
-            "reshard_after_forward": reshard_after_forward,
-            "replicate_broadcast_bucket_mb": replicate_broadcast_bucket_mb,
-            "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
-            "on meta": _deferred(targets, topology) if source_rank is None else None,
-            "policies": policies_text(targets),
-            **_tensor_placements(targets, topology),
-        },
-    )
-    compare_plans(plan, topology)
+    settings = {
+        "compute_dtype": str(compute_dtype),
+        "reduce_dtype": str(reduce_dtype),
+        "master_dtype": str(master_dtype),
+        "reshard_after_forward": reshard_after_forward,
+        "replicate_broadcast_bucket_mb": replicate_broadcast_bucket_mb,
+        "delay_stage2_to_optimizer": delay_stage2_to_optimizer,
+        "on meta": deferred_names(targets, topology) if source_rank is None else None,
+        **tensor_placements(targets, topology),
+    }
+    plan = agreed_plan(selection, topology, choice, settings)
     if topology.is_hsdp and source_rank is None:
-        _compare_values(targets, topology)
+        compare_values(targets, topology)
     options = RuntimeOptions(
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -246,7 +224,7 @@ def dedicate_params(
         source_rank=source_rank,
     )
     runtime = build_runtime(model, plan, targets, topology, options)
-    runtime.left_frozen = frozen
+    runtime.left_frozen = selection.frozen
     runtime.stacks = stacks
     attach(model, runtime)
     watch_state_dicts(model)
@@ -254,24 +232,7 @@ def dedicate_params(
     return {param.param: param.owner_rank for param in runtime.dedicated.values()}
 
 
-def policies_text(targets: Mapping[str, Target]) -> str:
-    """What the policies say about each parameter, for a plan, which the ranks compare."""
-    return json.dumps({name: told for name, target in targets.items() if (told := target.policy.described())})
-
-
-def log_plan(plan: Plan, topology: Topology) -> None:
-    """On the first rank alone."""
-    if topology.grid is None or topology.grid.rank == 0:
-        logger.info(
-            "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=%s",
-            len(plan.entries),
-            topology.size,
-            100 * plan.imbalance(),
-            plan.loads(),
-        )
-
-
-def refuse_unbuilt(**arguments: tuple[object, object]) -> None:
+def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
     """Refuse arguments, each with its default, of modes that are not built."""
     for name, (value, default) in arguments.items():
         if value != default:
@@ -287,206 +248,3 @@ def _refuse_without_effect(**given: object) -> None:
             raise ConfigurationError(
                 f"dedicate_params({name}={value!r}) has no effect in one process without a mesh: leave it out"
             )
-
-
-def _stacks(
-    model: nn.Module, predicate: Predicate, is_stack: Predicate, matrix_spec_fn: MatrixSpecFn | None
-) -> dict[str, MatrixSpec]:
-    """Stacks of matrices among what is selected, by name, and what each of their members decomposes into."""
-    stacks: dict[str, MatrixSpec] = {}
-    others = False
-    for raw, param in model.named_parameters():
-        name = canonical_name(raw, model)
-        if not param.requires_grad or not predicate(name, param):
-            continue
-        if not is_stack(name, param):
-            others = True
-            continue
-        spec = (matrix_spec_fn(name, param) if matrix_spec_fn is not None else None) or MatrixSpec()
-        try:
-            spec.validate(param.shape[1:])
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{name}, a stack of {param.shape[0]} matrices: {error}") from error
-        stacks[name] = spec
-    if stacks and not others:
-        raise ConfigurationError(
-            f"dedicate_params selected nothing but stacks of matrices, such as {next(iter(stacks))}, which get no "
-            "owner and stay where fully_shard puts them: leave dedicate_params out, and select them in "
-            "Muon(predicate=...)"
-        )
-    return stacks
-
-
-def select(
-    model: nn.Module,
-    predicate: Predicate,
-    *,
-    matrix_spec_fn: MatrixSpecFn | None,
-    group_key_fn: AssignmentGroupKeyFn | None,
-    policy_of: Callable[[str, nn.Parameter], ParamPolicy],
-    boundary: Callable[[str, nn.Parameter], nn.Module],
-) -> tuple[dict[str, Target], list[Candidate], frozenset[str]]:
-    """What the predicate selects, in model order, and the names of what is frozen; units are named by their module."""
-    places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules():
-        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{path}.{attribute}" if path else attribute
-            places.setdefault(param, []).append((name, module, attribute))
-    paths = {module: path for path, module in model.named_modules()}
-
-    targets: dict[str, Target] = {}
-    candidates: list[Candidate] = []
-    kinds: dict[str, list[tuple[str, ...]]] = {}
-    frozen: set[str] = set()
-    for param, holders in places.items():
-        raw = [name for name, _, _ in holders]
-        names = [canonical_name(name, model) for name in raw]
-        if not any(predicate(name, param) for name in names):
-            continue
-        if not param.requires_grad:
-            frozen.update(names)
-            continue
-        _check_param(names[0], param)
-        boundaries = {boundary(name, param) for name in raw}
-        if len(boundaries) > 1:
-            raise ConfigurationError(
-                f"{names[0]} is shared by the hook boundaries {sorted(paths[b] for b in boundaries)}: exclude it in "
-                "the predicate, or pass a hook_boundary_resolver that gives one module containing every use"
-            )
-        module = boundaries.pop()
-        policy = policy_of(names[0], param)
-        held = tuple((owner, attribute) for _, owner, attribute in holders)
-        targets[names[0]] = Target(param, held, module, policy)
-        path = canonical_name(paths[module], model) or "(root)"
-        spec = matrix_spec_fn(names[0], param) if matrix_spec_fn is not None and param.ndim > 1 else None
-        candidates.append(
-            Candidate(
-                name=names[0],
-                aliases=tuple(names[1:]),
-                shape=tuple(param.shape),
-                dtype=param.dtype,
-                spec=spec or MatrixSpec(),
-                unit=_unit_name(path, policy, kinds.setdefault(path, [])),
-                group=None if group_key_fn is None else repr(group_key_fn(names[0], param)),
-                route=policy.route,
-            )
-        )
-    if not candidates:
-        raise ConfigurationError(
-            "dedicate_params selected no parameter that requires a gradient"
-            + (f" ({len(frozen)} selected ones are frozen)" if frozen else "")
-            + ": without a single Muon matrix this would train with AdamW alone. Widen the predicate; names look like "
-            + ", ".join(names for names in list(dict.fromkeys(n for h in places.values() for n, _, _ in h))[:3])
-        )
-    if frozen:
-        logger.info("dedicate_params: %d selected parameters are frozen and stay with FSDP2", len(frozen))
-    return targets, candidates, frozenset(frozen)
-
-
-def _unit_name(path: str, policy: ParamPolicy, kinds: list[tuple[str, ...]]) -> str:
-    """Name of the unit of a parameter: its boundary, and for each further kind of travel there what that is."""
-    key = policy.unit_key
-    if key not in kinds:
-        kinds.append(key)
-    return path if key == kinds[0] else f"{path} ({', '.join(key) or 'as the others'})"
-
-
-def _check_param(name: str, param: nn.Parameter) -> None:
-    if param.ndim == 0:
-        raise ConfigurationError(f"{name} is a scalar, which has no owner: leave it out of the predicate")
-    if not param.is_floating_point():
-        raise ConfigurationError(f"{name} has dtype {param.dtype}: only floating-point matrices can be dedicated")
-
-
-def topology_of(
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    replicate_mesh: DeviceMesh | None,
-    policy: str | None,
-    targets: Mapping[str, Target] | None = None,
-) -> Topology:
-    """Where this rank stands in the meshes that ``dedicate_params`` was given. Collective over them.
-
-    With a tensor-parallel axis if ``targets`` are given and lie on one, or other parameters of the model do.
-    """
-    policy = setting(policy, "DMUON_PROCESS_GROUP_POLICY", "isolated")
-    tensor_mesh = None
-    if targets is not None:
-        selected: Mapping[str, torch.Tensor] = {name: target.param for name, target in targets.items()}
-        tensor_mesh = tensor_mesh_of(selected, model.parameters(), (mesh, replicate_mesh))
-    if mesh is not None:
-        return topology_from_meshes(mesh, replicate_mesh, tensor_mesh, policy=policy)
-    if replicate_mesh is not None:
-        raise ConfigurationError("replicate_mesh needs a mesh over the shard dimension beside it")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigurationError(
-            "mesh=None is for one process, but the process group has "
-            f"{dist.get_world_size()} ranks: pass init_device_mesh(device, (world_size,))"
-        )
-    check_policy(policy)
-    return local_topology(next(model.parameters()).device)
-
-
-def _tensor_placements(targets: Mapping[str, Target], topology: Topology) -> dict[str, str]:
-    """How each parameter lies on the tensor-parallel axis, for the plan; nothing without one."""
-    if topology.tensor is None:
-        return {}
-    parts = {name: TensorPart.of(target.param) for name, target in targets.items()}
-    listed = ", ".join(f"{name}: {part.placement}" for name, part in parts.items() if part is not None)
-    return {"tensor-parallel": f"{topology.tensor.size} ranks, {listed}"}
-
-
-def _deferred(targets: Mapping[str, Target], topology: Topology) -> str:
-    """The parameters that have no values yet: the same ones on every rank, which a plan compares."""
-    return ", ".join(name for name, target in targets.items() if is_deferred(target.param, topology))
-
-
-@torch.no_grad()
-def _compare_values(targets: Mapping[str, Target], topology: Topology) -> None:
-    """Refuse replicas that start with different matrices: the owner's would silently become everybody's.
-
-    Values on the meta device are not compared; a later error names them.
-    """
-    if topology.grid is None or not topology.grid.talks:
-        return
-    real = {name: target.param for name, target in targets.items() if not target.param.is_meta}
-    sums = [int(bit_sum(param._local_tensor if isinstance(param, DTensor) else param).cpu()) for param in real.values()]
-
-    unequal = first_unequal_replica(topology.grid.all_gather_object, list(real), sums, topology)
-    if unequal is not None:
-        raise unequal_start(*unequal)
-
-
-def compare_plans(plan: Plan, topology: Topology) -> None:
-    """Refuse to start when the ranks would communicate differently."""
-    if topology.grid is None or not topology.grid.talks:
-        return
-    digests = topology.grid.all_gather_object(plan.digest())
-    if len(set(digests)) == 1:
-        return
-    plans = topology.grid.all_gather_object(plan.to_json())
-    mine = topology.grid.rank
-    for rank, other in enumerate(plans):
-        if digests[rank] != digests[mine]:
-            difference = plan.difference(Plan.from_json(other))
-            raise LockstepError(
-                f"data-parallel ranks {mine} and {rank} made different plans; first difference (here / there): "
-                f"{difference}. Every rank must build the same model and pass the same arguments."
-            )
-
-
-def setting(value: str | None, variable: str, default: str) -> str:
-    """An argument, or the environment's value where it was left out, or the default."""
-    return value if value is not None else os.environ.get(variable, default)
-
-
-def switch(value: bool | None, variable: str) -> bool:
-    """As :func:`setting`, of two values; true by default."""
-    if value is not None:
-        return value
-    text = os.environ.get(variable, "1").strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    raise ConfigurationError(f"{variable} must be 0 or 1, got {text!r}")

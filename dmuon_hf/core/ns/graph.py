@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dmuon_hf.core.environment import switch
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.support import log_once
 
@@ -27,18 +27,13 @@ def wants_graphs(choice: bool | None) -> bool:
     """``choice``, or if that is ``None`` what the environment variable ``DMUON_NS_CUDA_GRAPH`` says; off by default.
 
     Raises:
-        ConfigurationError: a value of the variable other than 0 and 1, or graphs on a machine without a CUDA device.
+        ConfigurationError: the variable is no switch, or graphs on a machine without a CUDA device.
     """
-    asked_by = f"cuda_graph={choice}"
-    if choice is None:
-        value = os.environ.get(ENVIRONMENT_VARIABLE, "")
-        asked_by = f"{ENVIRONMENT_VARIABLE}={value}"
-        if value not in ("", "0", "1"):
-            raise ConfigurationError(f"{asked_by}: write 1 to replay Newton-Schulz as CUDA graphs, or 0.")
-        choice = value == "1"
-    if choice and not _has_cuda():
+    wants = switch(ENVIRONMENT_VARIABLE, given=choice)
+    if wants and not _has_cuda():
+        asked_by = f"{ENVIRONMENT_VARIABLE}=1" if choice is None else f"cuda_graph={choice}"
         raise ConfigurationError(f"{asked_by} has no effect on a machine without a CUDA device: leave it out there.")
-    return choice
+    return wants
 
 
 def _has_cuda() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon_hf.core.environment import switch
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.ns.agreement import Call, RankGroup, autotune_on_first_rank, require_same_on_all_ranks
@@ -37,11 +37,12 @@ from dmuon_hf.core.optim.profile import StepProfile
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
-from dmuon_hf.core.optim.selection import MatrixSpecFn, Predicate, Selection, names_of, sources_of
+from dmuon_hf.core.optim.selection import Selection, names_of, sources_of
 from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
 from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
 from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.verdict import agree_on_step
+from dmuon_hf.core.selection import MatrixSpecFn, Predicate
 
 __all__ = ["Muon"]
 
@@ -190,7 +191,7 @@ class Muon(Optimizer):
             raise ConfigurationError(f"post_step_prefetch_groups must be 0 or more, got {post_step_prefetch_groups}")
         self._prefetch_groups = post_step_prefetch_groups
         self._profile = StepProfile(record_step_profile)
-        self._fences = os.environ.get("DMUON_ISOLATED_PG_BARRIER", "0").strip().lower() in ("1", "true", "yes", "on")
+        self._fences = switch("DMUON_ISOLATED_PG_BARRIER")
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
         self._bound = False
         self.skipped_steps = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from torch import nn
 
@@ -15,12 +14,10 @@ from dmuon_hf.core.optim.groups import trainable_parameters
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.owned import OwnedSource
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.core.selection import MatrixSpecFn, Predicate
 from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource, Surroundings, join, ranks_of
 
-__all__ = ["MatrixSpecFn", "Predicate", "Selection", "names_of", "sources_of"]
-
-Predicate: TypeAlias = Callable[[str, nn.Parameter], bool]
-MatrixSpecFn: TypeAlias = Callable[[str, nn.Parameter], "MatrixSpec | None"]
+__all__ = ["Selection", "names_of", "sources_of"]
 
 
 @dataclass(frozen=True, slots=True)

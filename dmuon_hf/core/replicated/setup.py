@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
+from dmuon_hf.core.hook_boundaries import HookBoundaryResolver
 from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.plan import Plan, make_plan
+from dmuon_hf.core.plan import Plan
+from dmuon_hf.core.planning import OwnerChoice, agreed_plan, log_plan, topology_of
 from dmuon_hf.core.policy import ParamPolicyFn, policy_source
 from dmuon_hf.core.replicated.averaging import GradientAveraging
 from dmuon_hf.core.replicated.bucket import GradBucket
@@ -27,17 +28,12 @@ from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
-from dmuon_hf.core.setup import (
+from dmuon_hf.core.selection import (
     AssignmentGroupKeyFn,
+    Boundaries,
     MatrixSpecFn,
     Predicate,
-    compare_plans,
-    log_plan,
-    policies_text,
     select,
-    setting,
-    switch,
-    topology_of,
 )
 
 __all__ = ["average_dtype", "broadcast_from_first", "dedicate_params_ddp"]
@@ -97,38 +93,23 @@ def dedicate_params_ddp(
     """
     policy_of = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=None)
     _check_model(model, mesh)
-    targets, candidates, frozen = select(
+    choice = OwnerChoice.of_arguments(
+        owner_strategy, owner_cost_model, pack_small_params, max_owners_per_group, hsdp_column_balance=True
+    )
+    selection = select(
         model,
         predicate,
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
         policy_of=policy_of,
-        boundary=lambda name, param: boundary_of(
-            model,
-            name,
-            param,
-            predicate=hook_boundary_predicate,
-            strict=hook_boundary_strict,
-            resolver=hook_boundary_resolver,
-        ),
+        boundaries=Boundaries(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
     )
+    targets = selection.targets
     _check_plain(targets)
     topology = dataclasses.replace(topology_of(model, mesh, None, process_group_policy), keeps_whole=True)
-    plan = make_plan(
-        candidates,
-        units=list(dict.fromkeys(candidate.unit for candidate in candidates)),
-        shard_size=topology.shard_size,
-        replicate_size=1,
-        owner_strategy=setting(owner_strategy, "DMUON_OWNER_STRATEGY", "lpt"),  # type: ignore[arg-type]
-        owner_cost_model=setting(owner_cost_model, "DMUON_OWNER_COST_MODEL", "optimizer"),  # type: ignore[arg-type]
-        hsdp_column_balance=True,
-        pack_small_params=switch(pack_small_params, "DMUON_OWNER_PACK_SMALL_PARAMS"),
-        max_owners_per_group=max_owners_per_group,
-        settings={"compute_dtype": str(compute_dtype), "replicated": True, "policies": policies_text(targets)},
-    )
-    compare_plans(plan, topology)
+    plan = agreed_plan(selection, topology, choice, {"compute_dtype": str(compute_dtype), "replicated": True})
     runtime = _build(model, plan, targets, topology, compute_dtype)
-    runtime.left_frozen = frozen
+    runtime.left_frozen = selection.frozen
     attach(model, runtime)
     watch_state_dicts(model)
     log_plan(plan, topology)

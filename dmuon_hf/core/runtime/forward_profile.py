@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
+from dmuon_hf.core.environment import switch
 from dmuon_hf.core.timing import Timer
 
 __all__ = ["ForwardProfile", "empty_profile", "forward_profile"]
 
-VARIABLE: Final = "DMUON_RECORD_FORWARD_PROFILE"
 _COUNTERS: Final = {"gathers": 0, "bytes": 0, "waits": 0, "gather_ms": 0.0, "wait_ms": 0.0}
 # Timings whose events have come are added up when so many are waiting for it.
 _MOST_PENDING: Final = 256
@@ -21,9 +20,7 @@ _MOST_PENDING: Final = 256
 
 def forward_profile(device: torch.device) -> ForwardProfile | None:
     """A profile if the environment asks for one, as it is when the model is dedicated."""
-    return (
-        ForwardProfile(device) if os.environ.get(VARIABLE, "0").strip().lower() in ("1", "true", "yes", "on") else None
-    )
+    return ForwardProfile(device) if switch("DMUON_RECORD_FORWARD_PROFILE") else None
 
 
 def empty_profile() -> dict[str, Any]:

@@ -12,7 +12,6 @@ costs about as much communication as a forward.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dmuon_hf.core.errors import ConfigurationError, LockstepError
+from dmuon_hf.core.environment import switch
+from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.runtime import Runtime, require_runtime
 
@@ -30,20 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = ["bit_sum", "check_equal_start", "check_replicas", "debug_enabled", "first_unequal_replica", "unequal_start"]
 
-_VARIABLE = "DMUON_DEBUG"
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def debug_enabled() -> bool:
-    """Whether ``DMUON_DEBUG`` asks for the checks.
-
-    Raises:
-        ConfigurationError: It is neither ``0`` nor ``1``.
-    """
-    value = os.environ.get(_VARIABLE, "0")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"{_VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
+    """Whether ``DMUON_DEBUG`` asks for the checks."""
+    return switch("DMUON_DEBUG")
 
 
 @torch.no_grad()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Hashable, Mapping
 
 import torch
 
+from dmuon_hf.core.environment import switch
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.autotune.cache import ChoiceCache, machine
 from dmuon_hf.core.ns.autotune.candidates import Choice, build, choices
@@ -29,19 +29,14 @@ def wants_autotune(choice: bool | None, *, deterministic: bool = False) -> bool:
     ``deterministic`` outranks the variable.
 
     Raises:
-        ConfigurationError: a value of the variable other than 0 and 1, or ``choice`` together with ``deterministic``.
+        ConfigurationError: the variable is no switch, or ``choice`` together with ``deterministic``.
     """
     if choice and deterministic:
         raise ConfigurationError(
             "autotune=True and deterministic=True disagree: a kernel that is chosen by timing may be another one in "
             "the next run. Leave one of them out."
         )
-    if choice is not None:
-        return choice
-    value = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"{ENVIRONMENT_VARIABLE}={value}: write 1 to autotune Newton-Schulz, or 0.")
-    return value == "1" and not deterministic
+    return switch(ENVIRONMENT_VARIABLE, given=choice) and not deterministic
 
 
 class Autotuner:
