@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from dmuon_hf.boundaries import HookBoundaries
     from dmuon_hf.core.errors import ConfigurationError, DMuonError, LockstepError
     from dmuon_hf.description import describe
-    from dmuon_hf.factory import DMuonOptions, create, create_optimizer
+    from dmuon_hf.factory import create, create_optimizer
+    from dmuon_hf.options import DMuonOptions, MomentumWarmup
     from dmuon_hf.plugin import DMuonPlugin
     from dmuon_hf.presets import Route, routes
 
 _EXPORTS = {
     "ConfigurationError": "dmuon_hf.core.errors",
     "DMuonError": "dmuon_hf.core.errors",
-    "DMuonOptions": "dmuon_hf.factory",
+    "DMuonOptions": "dmuon_hf.options",
     "DMuonPlugin": "dmuon_hf.plugin",
     "HookBoundaries": "dmuon_hf.boundaries",
     "LockstepError": "dmuon_hf.core.errors",
+    "MomentumWarmup": "dmuon_hf.options",
     "Route": "dmuon_hf.presets",
     "create": "dmuon_hf.factory",
     "create_optimizer": "dmuon_hf.factory",
@@ -44,6 +46,7 @@ __all__ = [
     "DMuonPlugin",
     "HookBoundaries",
     "LockstepError",
+    "MomentumWarmup",
     "Route",
     "__version__",
     "create",

@@ -9,9 +9,8 @@ rest of the model and rebinds the optimizer to the result (`dmuon_hf.prepare`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,47 +18,21 @@ from torch import nn
 import dmuon_hf.core as dmuon
 from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
 from dmuon_hf.loaded_shards import is_loaded_in_shards, selection_of
+from dmuon_hf.options import DMuonOptions, options_of, scheduled_momentum
 from dmuon_hf.presets import muon_specs, routes
+from dmuon_hf.rates import Part, Rates, lowered
 from dmuon_hf.survey import Survey, survey
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import TrainingArguments
 
-__all__ = ["DMuonOptimizers", "DMuonOptions", "create", "create_optimizer", "is_description"]
+__all__ = ["DMuonOptimizers", "create", "create_optimizer", "is_description"]
 
 SchedulerFactory = Callable[[torch.optim.Optimizer, int], "LRScheduler"]
-Predicate = Callable[[str, nn.Parameter], bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DMuonOptions:
-    """Options of the optimizer that TrainingArguments do not have. See `create` for their meaning."""
-
-    muon_lr: float | None = None
-    adamw_lr: float | None = None
-    muon_weight_decay: float | None = None
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-    ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "auto"
-    lr_scale: Literal["match_rms_adamw", "original", "spectral", "none"] = "match_rms_adamw"
-    predicate: Predicate | None = None
-    routes: Mapping[str, str] | None = None
-    layouts: Mapping[str, dmuon.MatrixSpec | str] | None = None
-    per_head: bool = False
-    replicate_async: bool = True
-
-    def __post_init__(self) -> None:
-        if self.lr_scale != "match_rms_adamw" and self.muon_lr is None:
-            raise ConfigurationError(
-                f"lr_scale={self.lr_scale!r} measures Muon's learning rate on another scale than AdamW's: pass muon_lr "
-                "(only lr_scale='match_rms_adamw' can share the AdamW learning rate)"
-            )
 
 
 class _Unbuilt:
@@ -128,9 +101,19 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
     Args:
         scheduler: `(optimizer, num_training_steps) -> LRScheduler`, instead of `lr_scheduler_type`.
         muon_lr, adamw_lr: learning rate of the Muon and of the AdamW weights; default `args.learning_rate`.
+        embedding_lr, head_lr, scalar_lr: learning rates of AdamW weights by part; default `adamw_lr`. Embeddings, also
+            where they are tied to the head; the output embedding and what the class for a task adds around the base
+            model; norms, biases and other vectors elsewhere.
+        param_groups: `{name or shell pattern: settings}`, or dicts with patterns in `"params"` and a `"group_name"`.
+            Settings are `lr` (of all weights in it), `muon_lr`, `adamw_lr`, `lr_factor` (on the rates that hold
+            otherwise), `weight_decay`, `muon_weight_decay`, `adamw_weight_decay` (of what is decayed), `momentum`,
+            `nesterov`, `ns_steps`, `lr_scale`, `betas`, `eps`. Of several entries that match, the last counts.
         muon_weight_decay: decoupled decay of the Muon weights; default `args.weight_decay`.
         momentum, nesterov, ns_steps, ns_backend: as in `dmuon_hf.core.Muon`, except that `ns_backend` is `"auto"` here:
             for each shape the form of Newton-Schulz that multiplies less.
+        momentum_schedule: `step -> momentum`, steps counted from 0 and across resumes; or the fields of
+            `dmuon_hf.MomentumWarmup` as a mapping.
+        coefficients: of Newton-Schulz: `"polar_express"`, `"you"`, `"quintic"`, or `(a, b, c)` per step.
         lr_scale: how the learning rate depends on a matrix's shape: `"match_rms_adamw"`, `"original"`, `"spectral"` or
             `"none"`. All but the first need `muon_lr`.
         predicate: `(name, parameter) -> bool` choosing the Muon weights instead of the presets.
@@ -147,7 +130,7 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
     from dmuon_hf import hooks
 
     hooks.install()
-    return DMuonOptimizers(_options(options), scheduler)
+    return DMuonOptimizers(options_of(options), scheduler)
 
 
 def create_optimizer(
@@ -176,8 +159,9 @@ def create_optimizer(
         options: as in `create`.
 
     Returns:
-        A `dmuon_hf.core.Muon`, with up to four parameter groups: `decay/muon`, `decay/adamw`, `no_decay/muon`,
-        `no_decay/adamw`.
+        A `dmuon_hf.core.Muon` with the parameter groups `decay/muon`, `decay/adamw`, `no_decay/muon` and
+        `no_decay/adamw`, as far as there are such parameters. Those of a part or of an entry of `param_groups` are
+        apart, with its name in front: `embedding/decay/adamw`, `vision/decay/muon`.
 
     Raises:
         ConfigurationError: no Muon matrix, quantised or already sharded model, contradictory options.
@@ -186,7 +170,7 @@ def create_optimizer(
     from dmuon_hf import hooks
 
     hooks.install()
-    settings = _options(options)
+    settings = options_of(options)
     checks.check_model(model)
     if args is not None:
         lr = _first(lr, args.learning_rate)
@@ -196,36 +180,42 @@ def create_optimizer(
     if lr is None:
         raise ConfigurationError("create_optimizer needs lr= (or TrainingArguments as second argument)")
     in_place: dict[str, Any] = {}
+    muon_names: Collection[str]
     if is_loaded_in_shards(model):
-        in_place, is_prepared_later = selection_of(model, _specs(survey(model), settings)), False
+        muon_names = specs = _specs(survey(model), settings)
+        in_place, is_prepared_later = selection_of(model, specs), False
     else:
         # Under FSDP2 `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
-        topology = _dedicate(model, settings).topology
-        is_prepared_later = topology.is_distributed and not topology.keeps_whole
-    return dmuon.Muon(
+        runtime = _dedicate(model, settings)
+        muon_names = {name for name, matrix in runtime.dedicated.items() if matrix.route == "muon"}
+        is_prepared_later = runtime.topology.is_distributed and not runtime.topology.keeps_whole
+    rates = _rates(settings, lr, _first(weight_decay, 0.0))
+    optimizer = dmuon.Muon(
         model,
-        lr=_first(settings.muon_lr, lr),
-        adamw_lr=_first(settings.adamw_lr, lr),
-        momentum=settings.momentum,
+        lr=rates.muon_lr,
+        adamw_lr=rates.adamw_lr,
+        momentum=settings.momentum_of()(0),
         nesterov=settings.nesterov,
         ns_steps=settings.ns_steps,
-        ns_backend=settings.ns_backend,
+        ns_backend=settings.newton_schulz(),
         lr_scale=settings.lr_scale,
         adamw_betas=_first(betas, (0.9, 0.999)),
         adamw_eps=_first(eps, 1e-8),
         replicate_async=settings.replicate_async,
         defer_state=is_prepared_later,
-        param_groups=_decay_groups(model, settings, lr, _first(weight_decay, 0.0), decay_names),
+        param_groups=lowered(
+            model,
+            rates,
+            settings.rate_groups(),
+            decay_names=_default_decay_names(model) if decay_names is None else decay_names,
+            muon_names=muon_names,
+            found=lambda: survey(model),
+        ),
         **in_place,
     )
-
-
-def _options(given: Mapping[str, Any]) -> DMuonOptions:
-    known = {field.name for field in fields(DMuonOptions)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise ConfigurationError(f"unknown options {unknown}; the options are {sorted(known)}")
-    return DMuonOptions(**given)
+    if settings.momentum_schedule is not None:
+        scheduled_momentum(optimizer, settings.momentum_of())
+    return optimizer
 
 
 def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
@@ -262,33 +252,19 @@ def _specs(found: Survey, options: DMuonOptions) -> dict[str, dmuon.MatrixSpec]:
     return specs
 
 
-def _decay_groups(
-    model: nn.Module,
-    options: DMuonOptions,
-    lr: float,
-    weight_decay: float,
-    decay_names: Collection[str] | None,
-) -> list[dict[str, Any]]:
-    """The Trainer's two groups (decayed, not decayed), which `Muon` splits by route."""
-    names = _default_decay_names(model) if decay_names is None else decay_names
-    decayed = {canonical_name(name, model) for name in names}
-    named = [(canonical_name(name, model), parameter) for name, parameter in model.named_parameters()]
-    groups = []
-    for group_name, decay in (("decay", True), ("no_decay", False)):
-        # Frozen ones as well: they join when they are unfrozen.
-        members = [parameter for name, parameter in named if (name in decayed) is decay]
-        if any(parameter.requires_grad for parameter in members):
-            groups.append(
-                {
-                    "params": members,
-                    "group_name": group_name,
-                    "muon_lr": _first(options.muon_lr, lr),
-                    "adamw_lr": _first(options.adamw_lr, lr),
-                    "muon_weight_decay": _first(options.muon_weight_decay, weight_decay) if decay else 0.0,
-                    "adamw_weight_decay": weight_decay if decay else 0.0,
-                }
-            )
-    return groups
+def _rates(options: DMuonOptions, lr: float, weight_decay: float) -> Rates:
+    parts: dict[Part, float | None] = {
+        "embedding": options.embedding_lr,
+        "head": options.head_lr,
+        "scalar": options.scalar_lr,
+    }
+    return Rates(
+        muon_lr=_first(options.muon_lr, lr),
+        adamw_lr=_first(options.adamw_lr, lr),
+        muon_weight_decay=_first(options.muon_weight_decay, weight_decay),
+        adamw_weight_decay=weight_decay,
+        parts={part: rate for part, rate in parts.items() if rate is not None},
+    )
 
 
 def _default_decay_names(model: nn.Module) -> Collection[str]:

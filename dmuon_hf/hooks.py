@@ -22,6 +22,9 @@
 | `Trainer._load_optimizer_and_scheduler` | transformers >=5.20,<6 | optimizer state that any mode saved, never none   |
 | `Trainer._save_optimizer_and_scheduler` | transformers >=5.20,<6 | names and whole momentum, without FSDP            |
 | `Trainer._prepare_for_training`         | transformers >=5.20,<6 | checks that it was loaded                         |
+| `Trainer._get_grad_norm`                | transformers >=5.20,<6 | notes rates and norms of the groups               |
+| `Trainer._maybe_log_save_evaluate`      | transformers >=5.20,<6 | makes the entry of the groups                     |
+| `Trainer.log`                           | transformers >=5.20,<6 | adds it to that of the step                       |
 
 `compat.SUPPORTED` holds the ranges and `install()` enforces them. Each hook calls the original unchanged when no
 DMuon optimizer, model or plugin is involved; the two state hooks act only where FSDP2 was asked for on CPU, which
@@ -107,6 +110,9 @@ _HOOKS: tuple[Hook, ...] = (
         "dmuon_hf.trainer_resume:save_optimizer_and_scheduler",
     ),
     Hook("transformers", "Trainer", "_prepare_for_training", "dmuon_hf.trainer_resume:prepare_for_training"),
+    Hook("transformers", "Trainer", "_get_grad_norm", "dmuon_hf.logs:get_grad_norm"),
+    Hook("transformers", "Trainer", "_maybe_log_save_evaluate", "dmuon_hf.logs:maybe_log_save_evaluate"),
+    Hook("transformers", "Trainer", "log", "dmuon_hf.logs:log"),
 )
 
 # Installed hooks with the method each replaced and the method it put there.

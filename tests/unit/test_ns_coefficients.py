@@ -29,6 +29,14 @@ def test_public_tables_hold_the_published_numbers():
     assert DEFAULT_COEFFICIENTS is POLAR_EXPRESS_COEFFICIENTS
 
 
+def test_tables_have_names():
+    assert schedule("polar_express", 6) == schedule(POLAR_EXPRESS_COEFFICIENTS, 6)
+    assert schedule("you") == tuple(YOU)
+    assert schedule("quintic", 5) == tuple(JORDAN)
+    with pytest.raises(ConfigurationError, match="'polar_express', 'you', 'quintic'"):
+        schedule("septic")
+
+
 def test_polar_express_maps_singular_values_close_to_one():
     values = torch.linspace(0.05, 1.0, 500, dtype=torch.float64)
     for a, b, c in POLAR_EXPRESS_COEFFICIENTS:

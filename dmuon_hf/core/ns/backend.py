@@ -40,7 +40,8 @@ class NewtonSchulz:
         kernel: What forms the symmetric products: ``"auto"``, ``"quack"``, ``"cute_sm80"``, ``"triton"`` or
             ``"cublas"``. The environment variable ``DMUON_NS_KERNEL`` counts only when this is ``"auto"``. Resolved at
             construction, for the current device.
-        coefficients: ``(a, b, c)`` per step; ``None`` means ``POLAR_EXPRESS_COEFFICIENTS``.
+        coefficients: ``(a, b, c)`` per step, or the name of a table, ``"polar_express"``, ``"you"`` or ``"quintic"``;
+            ``None`` means ``POLAR_EXPRESS_COEFFICIENTS``.
         restart_iterations: Iterations, counted from 0, before which the Gram matrix is formed anew. ``None`` chooses by
             coefficients and dtype: ``[2]`` for five steps of either table, ``[2, 4]`` when they run in bfloat16. Says
             nothing to ``"direct"``, which forms the Gram matrix anew in every step.

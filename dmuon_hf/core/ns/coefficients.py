@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = [
     "DEFAULT_COEFFICIENTS",
+    "NAMED_COEFFICIENTS",
     "POLAR_EXPRESS_COEFFICIENTS",
+    "QUINTIC_COEFFICIENTS",
     "YOU_COEFFICIENTS",
     "Coefficients",
     "Row",
@@ -19,7 +22,7 @@ __all__ = [
 ]
 
 Row: TypeAlias = tuple[float, float, float]
-Coefficients: TypeAlias = Sequence[Sequence[float]]
+Coefficients: TypeAlias = Sequence[Sequence[float]] | str
 
 _POLAR_EXPRESS_EXACT: tuple[Row, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -44,16 +47,27 @@ YOU_COEFFICIENTS: list[list[float]] = [
 ]
 """Five steps by @YouJiacheng."""
 
+QUINTIC_COEFFICIENTS: list[Row] = [(3.4445, -4.7750, 2.0315)]
+"""One row for every step, by Keller Jordan (https://kellerjordan.github.io/posts/muon): singular values end between
+about 0.7 and 1.2 instead of converging to one."""
+
 DEFAULT_COEFFICIENTS: list[Row] = POLAR_EXPRESS_COEFFICIENTS
+
+NAMED_COEFFICIENTS: Final[Mapping[str, Sequence[Sequence[float]]]] = MappingProxyType(
+    {"polar_express": POLAR_EXPRESS_COEFFICIENTS, "you": YOU_COEFFICIENTS, "quintic": QUINTIC_COEFFICIENTS}
+)
+"""The tables by the names that ``NewtonSchulz(coefficients=...)`` takes."""
 
 
 def schedule(coefficients: Coefficients | None = None, steps: int | None = None) -> tuple[Row, ...]:
     """The rows that ``steps`` iterations run: the first ``steps`` of the table, its last row repeated beyond the end.
 
-    ``None`` for the table means ``DEFAULT_COEFFICIENTS``; ``None`` for ``steps`` means every row of the table once.
+    ``None`` for the table means ``DEFAULT_COEFFICIENTS``, a name one of ``NAMED_COEFFICIENTS``; ``None`` for ``steps``
+    means every row of the table once.
 
     Raises:
-        ConfigurationError: an empty table, a row that is not three finite numbers, or ``steps`` below 1.
+        ConfigurationError: an unknown name, an empty table, a row that is not three finite numbers, or ``steps`` below
+            1.
     """
     table = _rows(DEFAULT_COEFFICIENTS if coefficients is None else coefficients)
     if steps is None:
@@ -74,6 +88,13 @@ def rows_of_call(coefficients: Coefficients | None, steps: int) -> tuple[Row, ..
 
 
 def _rows(coefficients: Coefficients) -> tuple[Row, ...]:
+    if isinstance(coefficients, str):
+        if coefficients not in NAMED_COEFFICIENTS:
+            names = ", ".join(map(repr, NAMED_COEFFICIENTS))
+            raise ConfigurationError(
+                f"coefficients={coefficients!r} is no table of Newton-Schulz: choose from {names}."
+            )
+        coefficients = NAMED_COEFFICIENTS[coefficients]
     rows: list[Row] = []
     for index, row in enumerate(coefficients):
         values = tuple(float(value) for value in row)

@@ -1,0 +1,150 @@
+"""Options of the optimizer that TrainingArguments do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import dmuon_hf.core as dmuon
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.ns.coefficients import Coefficients, schedule
+from dmuon_hf.rates import RateGroup, rate_groups
+
+__all__ = ["DMuonOptions", "MomentumWarmup", "options_of", "scheduled_momentum"]
+
+Predicate = Callable[[str, nn.Parameter], bool]
+_STEP = "momentum_step"
+"""Key of a muon group: steps that the schedule of its momentum has seen, saved with the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class MomentumWarmup:
+    """Momentum that rises linearly from `start` to `end` over the first `steps` steps, and stays there."""
+
+    start: float = 0.85
+    end: float = 0.95
+    steps: int = 300
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.start < 1.0 and 0.0 <= self.end < 1.0 and self.steps >= 1):
+            raise ConfigurationError(f"{self} needs start and end in [0, 1) and at least one step")
+
+    def __call__(self, step: int) -> float:
+        """Momentum of a step, counted from 0."""
+        return self.start + (self.end - self.start) * min(1.0, step / self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMuonOptions:
+    """Options of the optimizer that TrainingArguments do not have. See `create` for their meaning."""
+
+    muon_lr: float | None = None
+    adamw_lr: float | None = None
+    embedding_lr: float | None = None
+    head_lr: float | None = None
+    scalar_lr: float | None = None
+    param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    muon_weight_decay: float | None = None
+    momentum: float | None = None
+    momentum_schedule: Callable[[int], float] | Mapping[str, Any] | None = None
+    nesterov: bool = True
+    ns_steps: int = 5
+    ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "auto"
+    coefficients: Coefficients | None = None
+    lr_scale: Literal["match_rms_adamw", "original", "spectral", "none"] = "match_rms_adamw"
+    predicate: Predicate | None = None
+    routes: Mapping[str, str] | None = None
+    layouts: Mapping[str, dmuon.MatrixSpec | str] | None = None
+    per_head: bool = False
+    replicate_async: bool = True
+
+    def __post_init__(self) -> None:
+        if self.lr_scale != "match_rms_adamw" and self.muon_lr is None:
+            raise ConfigurationError(
+                f"lr_scale={self.lr_scale!r} measures Muon's learning rate on another scale than AdamW's: pass muon_lr "
+                "(only lr_scale='match_rms_adamw' can share the AdamW learning rate)"
+            )
+        self._check_momentum()
+        if self.coefficients is not None:
+            schedule(self.coefficients)
+            if isinstance(self.ns_backend, dmuon.NewtonSchulz):
+                raise ConfigurationError(
+                    "coefficients= has no effect beside ns_backend=NewtonSchulz(...), which has its own: "
+                    "give them there"
+                )
+        # Refused now rather than when the model is there.
+        self.rate_groups()
+
+    def _check_momentum(self) -> None:
+        if self.momentum_schedule is None:
+            return
+        if self.momentum is not None:
+            raise ConfigurationError("pass either momentum= or momentum_schedule=, which sets it in every step")
+        if not isinstance(self.momentum_schedule, Mapping) and not callable(self.momentum_schedule):
+            raise ConfigurationError(
+                "momentum_schedule is a function of the step, or the fields of MomentumWarmup as a mapping; got "
+                f"{self.momentum_schedule!r}"
+            )
+        self.momentum_of()(0)
+
+    def rate_groups(self) -> tuple[RateGroup, ...]:
+        """`param_groups`, checked."""
+        groups = rate_groups(self.param_groups or ())
+        if self.momentum_schedule is not None and any("momentum" in group.settings for group in groups):
+            raise ConfigurationError("a group of param_groups sets momentum, and so does momentum_schedule=: leave one")
+        return groups
+
+    def momentum_of(self) -> Callable[[int], float]:
+        """Momentum of every step, counted from 0."""
+        if isinstance(self.momentum_schedule, Mapping):
+            return MomentumWarmup(**_known(self.momentum_schedule, MomentumWarmup, "fields of momentum_schedule"))
+        if self.momentum_schedule is not None:
+            return self.momentum_schedule
+        constant = 0.95 if self.momentum is None else self.momentum
+        return lambda step: constant
+
+    def newton_schulz(self) -> Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz:
+        """The `ns_backend` of `Muon`."""
+        if self.coefficients is None or isinstance(self.ns_backend, dmuon.NewtonSchulz):
+            return self.ns_backend
+        return dmuon.NewtonSchulz(self.ns_backend, coefficients=self.coefficients)
+
+
+def options_of(given: Mapping[str, Any]) -> DMuonOptions:
+    """The options that a caller gave by name.
+
+    Raises:
+        ConfigurationError: an unknown name, which is listed with the known ones, or options that contradict each other.
+    """
+    return DMuonOptions(**_known(given, DMuonOptions, "options"))
+
+
+def _known(given: Mapping[str, Any], cls: type, what: str) -> dict[str, Any]:
+    known = {field.name for field in fields(cls)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigurationError(f"unknown {what} {unknown}; the {what} are {sorted(known)}")
+    return dict(given)
+
+
+def scheduled_momentum(optimizer: torch.optim.Optimizer, momentum_of: Callable[[int], float]) -> None:
+    """Set the momentum of all muon groups before every step of `optimizer`.
+
+    The number of the step is kept in the groups, so that a run that is resumed goes on where it was.
+    """
+
+    def set_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group["route"] == "muon":
+                step = group.get(_STEP, 0)
+                group["momentum"] = float(momentum_of(step))
+                group[_STEP] = step + 1
+
+    for group in optimizer.param_groups:
+        if group["route"] == "muon":
+            group[_STEP] = 0
+    optimizer.register_step_pre_hook(set_momentum)
