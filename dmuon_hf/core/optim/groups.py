@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ __all__ = [
     "forced_routes",
     "frozen_parameters",
     "lower_groups",
+    "materialised",
     "scalar",
     "trainable_parameters",
 ]
@@ -68,6 +69,15 @@ class LoweredGroup:
 
     def as_param_group(self) -> dict[str, Any]:
         return {"params": list(self.params), **self.options}
+
+
+def materialised(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A user's groups, whose parameters, maybe of generators, can be read more than once."""
+    given = [(group, group.get("params")) for group in groups]
+    return [
+        dict(group) if params is None or isinstance(params, Tensor) else {**group, "params": list(params)}
+        for group, params in given
+    ]
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

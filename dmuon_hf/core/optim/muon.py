@@ -13,32 +13,19 @@ from torch.optim import Optimizer
 from dmuon_hf.core.environment import switch
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
-from dmuon_hf.core.ns.agreement import Call, RankGroup, autotune_on_first_rank, require_same_on_all_ranks
-from dmuon_hf.core.optim.binding import (
-    Binding,
-    check_equal_start,
-    check_rebindable,
-    check_replicas,
-    debug_enabled,
-)
+from dmuon_hf.core.ns.agreement import require_same_on_all_ranks
+from dmuon_hf.core.optim.binding import check_equal_start, check_rebindable, check_replicas, debug_enabled
+from dmuon_hf.core.optim.bound import BoundModel, is_first_rank
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
 from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram
-from dmuon_hf.core.optim.groups import (
-    Defaults,
-    LoweredGroup,
-    forced_routes,
-    frozen_parameters,
-    lower_groups,
-    trainable_parameters,
-)
+from dmuon_hf.core.optim.groups import Defaults, forced_routes, materialised
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
-from dmuon_hf.core.optim.managed import ManagedAdamW
 from dmuon_hf.core.optim.profile import StepProfile
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
-from dmuon_hf.core.optim.selection import Selection, names_of, sources_of
-from dmuon_hf.core.optim.state import check_loadable, follow_parameters, fresh_state, restore_state
+from dmuon_hf.core.optim.selection import Selection
+from dmuon_hf.core.optim.state import check_loadable, follow_parameters, restore_state
 from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
 from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.verdict import agree_on_step
@@ -172,19 +159,17 @@ class Muon(Optimizer):
             },
             adamw={"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay},
         )
-        self._model = model
-        user_groups = None if param_groups is None else [_materialised(group) for group in param_groups]
+        user_groups = None if param_groups is None else materialised(param_groups)
         columns = ColumnPolicy(tp_distributed_gram_policy, tp_distributed_gram_max_factor_to_scatter_ratio)
         self._selection = Selection(
             predicate, matrix_spec_fn, forced_routes(model, user_groups), columns if tp_distributed_gram else None
         )
-        self._runtime, self._sources = sources_of(model, self._selection)
-        self._managed = ManagedAdamW(self._runtime, self._selection.forced)
+        self._bound = BoundModel(model, self._selection)
         self._orthogonalize = NewtonSchulz(ns_backend) if isinstance(ns_backend, str) else ns_backend
-        if tp_distributed_gram and self._runtime.topology.tensor is not None:
+        if tp_distributed_gram and self.runtime.topology.tensor is not None:
             require_gram(self._orthogonalize)
         if isinstance(self._orthogonalize, NewtonSchulz):
-            require_same_on_all_ranks(self._orthogonalize, self._ranks)
+            require_same_on_all_ranks(self._orthogonalize, self._bound.ranks)
         self._replicate_async = replicate_async
         self._forward_prefetch_depth = forward_prefetch_depth
         if post_step_prefetch_groups < 0:
@@ -193,77 +178,27 @@ class Muon(Optimizer):
         self._profile = StepProfile(record_step_profile)
         self._fences = switch("DMUON_ISOLATED_PG_BARRIER")
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
-        self._bound = False
+        self._is_ready = False
         self.skipped_steps = 0
         """Steps that all ranks skipped because a gradient was infinite or NaN."""
         self.ns_matrices = 0
         """Logical matrices orthogonalised on this rank so far."""
         self.last_muon_grad_clip_stats: MuonGradClipStats | None = None
         """Statistics of the most recent ``clip_grad_norm_``."""
-        lowered = self._lower(user_groups, defaults)
+        lowered = self._bound.lower(user_groups, defaults)
         self._names = [group.names for group in lowered]
         self._waiting = [group.waiting for group in lowered]
-        self._binding = self._bind_to_model()
+        self._binding = self._bound.binding(self._waiting)
         super().__init__(
             [group.as_param_group() for group in lowered],
             schedule_defaults(lr=lr, momentum=momentum, weight_decay=weight_decay),
         )
-        self._autotune()
+        self._bound.autotune(self._orthogonalize, self.param_groups)
         if not defer_state:
             self._reset_state()
-        self._runtime.set_forward_prefetch_depth(forward_prefetch_depth)
-        if debug_enabled() and self._runtime.dedicated:
-            self.register_step_post_hook(lambda *_: check_replicas(self._model))
-
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _lower(self, user_groups: Sequence[Mapping[str, Any]] | None, defaults: Defaults) -> list[LoweredGroup]:
-        trainable, frozen = trainable_parameters(self._model), frozen_parameters(self._model)
-        lowered = lower_groups(trainable, names_of(self._sources, trainable), user_groups, defaults, frozen)
-        if not any(group.options["route"] == "muon" for group in lowered):
-            raise ConfigurationError(
-                "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them, widen the "
-                "predicate of dedicate_params(), or leave some on the muon route"
-            )
-        return lowered
-
-    def _bind_to_model(self) -> Binding:
-        muon = {id(param) for source in self._sources for param in source.params.values()}
-        return Binding(self._model, self._runtime, self._waiting, muon, self._selection.predicate)
-
-    @property
-    def _ranks(self) -> RankGroup:
-        runtime = self._runtime
-        topology = runtime.topology
-        return RankGroup(runtime.maximum, runtime.from_first, topology.device, is_first=topology.slot == (0, 0))
-
-    def _autotune(self) -> None:
-        """Let the first rank time kernels for what any rank will run, if the user asked for that. Collective then."""
-        ns = self._orthogonalize
-        if isinstance(ns, NewtonSchulz) and ns.tuner is not None:
-            rules = muon_rules(self.param_groups)
-            calls = set[Call]().union(*(source.newton_schulz_calls(rules, ns) for source in self._sources))
-            autotune_on_first_rank(ns, calls, self._ranks)
-
-    def _reset_state(self) -> None:
-        self.state.clear()
-        layouts = self._state_layouts()
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param] = self._fresh_state(param, group["route"], layouts)
-
-    def _fresh_state(self, param: nn.Parameter, route: str, layouts: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        return fresh_state(layouts.get(id(param), param), route, self._state_dtypes.get(id(param)))
-
-    def _state_layouts(self) -> dict[int, Tensor]:
-        """What the state of dedicated parameters is laid out like, by their identity; of all others it is like them."""
-        return {id(matrix.param): matrix.state_like for matrix in self._runtime.dedicated.values()}
-
-    @property
-    def _state_dtypes(self) -> dict[int, torch.dtype]:
-        """By the identity of the parameter, where its policy says."""
-        matrices = self._runtime.dedicated.values()
-        return {id(matrix.param): matrix.optim_dtype for matrix in matrices if matrix.optim_dtype is not None}
+        self.runtime.set_forward_prefetch_depth(forward_prefetch_depth)
+        if debug_enabled() and self.runtime.dedicated:
+            self.register_step_post_hook(lambda *_: check_replicas(self._bound.model))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed at construction, where each parameter gets its route.
@@ -288,18 +223,22 @@ class Muon(Optimizer):
             ConfigurationError: A parameter of a group is gone or changed its route, or a trainable one is in no group;
                 the names are listed and nothing is changed.
         """
-        runtime, sources = sources_of(model, self._selection)
-        by_name = trainable_parameters(model)
-        check_rebindable(self.param_groups, self._names, by_name, names_of(sources, by_name))
-        self._model, self._runtime, self._sources = model, runtime, sources
-        self._managed = ManagedAdamW(runtime, self._selection.forced)
-        self._binding = self._bind_to_model()
+        bound = BoundModel(model, self._selection)
+        by_name, on_muon = bound.trainable()
+        check_rebindable(self.param_groups, self._names, by_name, on_muon)
+        self._bound = bound
+        self._binding = bound.binding(self._waiting)
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"] = [by_name[name] for name in names]
-        self._autotune()
+        bound.autotune(self._orthogonalize, self.param_groups)
         self._reset_state()
-        self._bound = False
-        runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
+        self._is_ready = False
+        bound.runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
+
+    def _reset_state(self) -> None:
+        self.state.clear()
+        routed = ((param, group["route"]) for group in self.param_groups for param in group["params"])
+        self._bound.add_state(self.state, routed)
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
@@ -314,14 +253,14 @@ class Muon(Optimizer):
         Raises:
             ConfigurationError: The groups differ, or state is missing or misshapen; nothing is changed.
         """
-        check_loadable(self.param_groups, self._names, state_dict, self._state_layouts())
+        check_loadable(self.param_groups, self._names, state_dict, self._bound.state_layouts())
         take_cycled_momentum(self.param_groups)
         before, state_before = self.param_groups, self.state
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
             for key, value in old.items():
                 group.setdefault(key, value)
-        restore_state(self.param_groups, self.state, state_dict, state_before, self._state_dtypes)
+        restore_state(self.param_groups, self.state, state_dict, state_before, self._bound.state_dtypes())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Muon is bound to a model on this rank and cannot be copied or pickled: save its state_dict()")
@@ -337,11 +276,10 @@ class Muon(Optimizer):
         ``set_to_none=False`` zeroes the gradients of the adamw route instead. Those of matrices are dropped always: a
         zero gradient would count as one, and decay the momentum.
         """
-        for source in self._sources:
-            for param in source.params.values():
-                param.grad = None
+        for param in self._bound.muon_params:
+            param.grad = None
         super().zero_grad(set_to_none=set_to_none)
-        self._runtime.discard_grads()
+        self.runtime.discard_grads()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -362,11 +300,11 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runtime = self._runtime
+        bound, runtime = self._bound, self.runtime
         self._profile.begin(runtime.topology.device)
         with self._profile.phase("prepare"):
             runtime.prepare_grads()
-            first_step = not self._bound
+            first_step = not self._is_ready
             findings = self._binding.inspect(self.param_groups, self._names)
             if not findings.problems:
                 self._make_ready(findings.joined)
@@ -375,7 +313,7 @@ class Muon(Optimizer):
         with torch.profiler.record_function("dmuon::agreement"), self._profile.phase("agreement"):
             verdict = agree_on_step(
                 runtime,
-                [self._managed.flags(), *(source.flags() for source in self._sources)],
+                [bound.managed.flags(), *(source.flags() for source in bound.sources)],
                 local_grads(self.param_groups),
                 findings,
                 grad_scale=grad_scale,
@@ -384,7 +322,7 @@ class Muon(Optimizer):
         if not verdict.sound:
             self._binding.explain()
         if first_step:
-            check_equal_start(runtime, self._model)
+            check_equal_start(runtime, bound.model)
         if verdict.finite:
             self._update(verdict.reached)
         else:
@@ -395,26 +333,29 @@ class Muon(Optimizer):
 
     def _update(self, reached: Sequence[Sequence[bool]]) -> None:
         """Update what the ranks have agreed on and send it on its way. Collective."""
-        runtime, phase = self._runtime, self._profile.phase
+        bound, phase = self._bound, self._profile.phase
         take_cycled_momentum(self.param_groups)
-        rules = muon_rules(self.param_groups)
-        on_batch = self._progress.on_batch if self._progress.active else None
         managed, *in_sources = reached
         with phase("adamw"):
-            self._managed.update(self.param_groups, self.state, managed)
+            bound.managed.update(self.param_groups, self.state, managed)
         with phase("muon"):
-            for source, flags in zip(self._sources, in_sources, strict=True):
-                self.ns_matrices += source.update(rules, self.state, flags, self._orthogonalize, on_batch=on_batch)
-            self._progress.finish()
+            self._update_matrices(in_sources)
         with phase("adamw"):
             for group in self.param_groups:
                 if group["route"] == "adamw":
-                    step_adamw(group, self.state, [p for p in group["params"] if id(p) not in self._managed.ids])
+                    step_adamw(group, self.state, [p for p in group["params"] if id(p) not in bound.managed.ids])
         with phase("publish"):
             if not self._replicate_async:
-                runtime.finish_publish()
+                bound.runtime.finish_publish()
             if self._prefetch_groups:
-                runtime.prefetch_first(self._prefetch_groups)
+                bound.runtime.prefetch_first(self._prefetch_groups)
+
+    def _update_matrices(self, reached: Sequence[Sequence[bool]]) -> None:
+        rules = muon_rules(self.param_groups)
+        on_batch = self._progress.on_batch if self._progress.active else None
+        for source, flags in zip(self._bound.sources, reached, strict=True):
+            self.ns_matrices += source.update(rules, self.state, flags, self._orthogonalize, on_batch=on_batch)
+        self._progress.finish()
 
     def consume_last_step_profile(self) -> dict[str, float] | None:
         """Milliseconds of the phases of the last step.
@@ -429,31 +370,19 @@ class Muon(Optimizer):
 
     def _make_ready(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
         """Make state for parameters that have ``joined`` a group of a route, and for all where that was put off."""
-        if self._bound:
-            self._add_state(joined)
+        if self._is_ready:
+            self._bound.add_state(self.state, joined)
             return
-        self._bound = True
+        self._is_ready = True
         if not self.state:
             self._reset_state()
-        self._add_state(joined)
+        self._bound.add_state(self.state, joined)
         follow_parameters(self.state)
-        params = [param for source in self._sources for param in source.params.values()]
-        dtypes = {str(param.dtype) for param in params if param.dtype.itemsize < 4}
-        if dtypes and _is_first_rank():
-            logger.warning(
-                "matrices are kept in %s: each update is computed in fp32 and rounded, so small ones are "
-                "lost. Load the model in float32 and use mixed precision for the computation.",
-                ", ".join(sorted(dtypes)),
-            )
-
-    def _add_state(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
-        layouts = self._state_layouts() if joined else {}
-        for param, route in joined:
-            self.state[param] = self._fresh_state(param, route, layouts)
+        self._bound.warn_of_narrow_matrices()
 
     def _count_skip(self) -> None:
         self.skipped_steps += 1
-        if _is_first_rank():
+        if is_first_rank():
             logger.warning(
                 "a gradient was infinite or NaN on some rank: this step is skipped on all ranks (%d skipped so far)",
                 self.skipped_steps,
@@ -464,19 +393,19 @@ class Muon(Optimizer):
     @property
     def runtime(self) -> OptimizerRuntime:
         """The runtime of the model this optimizer belongs to."""
-        return self._runtime
+        return self._bound.runtime
 
     @property
     def sources(self) -> tuple[MatrixSource, ...]:
         """Where the matrices of the muon route are."""
-        return self._sources
+        return self._bound.sources
 
     def matrix_gradients(self) -> dict[str, Tensor]:
         """Live gradients of the matrices that this rank holds some of, by canonical name; without those that have none.
 
         A DTensor lies on other ranks too; a plain one is this rank's alone.
         """
-        return {name: grad for source in self._sources for name, grad in source.gradients().items()}
+        return {name: grad for source in self.sources for name, grad in source.gradients().items()}
 
     def clip_grad_norm_(
         self,
@@ -496,13 +425,3 @@ class Muon(Optimizer):
             foreach=foreach,
             strategy="global_norm" if strategy is None else strategy,
         )
-
-
-def _materialised(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's group whose parameters, maybe of a generator, can be read more than once."""
-    given = group.get("params")
-    return dict(group) if given is None or isinstance(given, Tensor) else {**group, "params": list(given)}
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,123 @@
+"""What one ``Muon`` holds of one model: the sources of its matrices, its groups, and what their state looks like."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.ns import NewtonSchulz
+from dmuon_hf.core.ns.agreement import Call, RankGroup, autotune_on_first_rank
+from dmuon_hf.core.optim.binding import Binding
+from dmuon_hf.core.optim.groups import Defaults, LoweredGroup, frozen_parameters, lower_groups, trainable_parameters
+from dmuon_hf.core.optim.managed import ManagedAdamW
+from dmuon_hf.core.optim.selection import Selection, names_of, sources_of
+from dmuon_hf.core.optim.state import fresh_state
+from dmuon_hf.core.optim.step import muon_rules
+from dmuon_hf.core.optim.update import Orthogonalize
+
+__all__ = ["BoundModel", "is_first_rank"]
+
+logger = logging.getLogger(__name__)
+
+Group = Mapping[str, Any]
+State = MutableMapping[Tensor, Any]
+
+
+class BoundModel:
+    """A model as an optimizer sees it. Making one is a collective where something is selected.
+
+    Args:
+        model: With dedicated parameters, or matrices that the selection finds.
+        selection: What is updated beside those that have owners.
+
+    Raises:
+        ConfigurationError, LockstepError, NotImplementedError: As :func:`sources_of`.
+    """
+
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
+        self.model = model
+        self.runtime, self.sources = sources_of(model, selection)
+        self.managed = ManagedAdamW(self.runtime, selection.forced)
+        self._predicate = selection.predicate
+
+    @property
+    def muon_params(self) -> list[nn.Parameter]:
+        """The parameters of the muon route."""
+        return [param for source in self.sources for param in source.params.values()]
+
+    @property
+    def ranks(self) -> RankGroup:
+        """The ranks that step together."""
+        topology = self.runtime.topology
+        return RankGroup(
+            self.runtime.maximum, self.runtime.from_first, topology.device, is_first=topology.slot == (0, 0)
+        )
+
+    def trainable(self) -> tuple[dict[str, nn.Parameter], set[str]]:
+        """The trainable parameters by canonical name, and which of them are on the muon route."""
+        by_name = trainable_parameters(self.model)
+        return by_name, names_of(self.sources, by_name)
+
+    def lower(self, user_groups: Sequence[Group] | None, defaults: Defaults) -> list[LoweredGroup]:
+        """The caller's groups by route.
+
+        Raises:
+            ConfigurationError: They do not fit the model, or no matrix of it trains.
+        """
+        lowered = lower_groups(*self.trainable(), user_groups, defaults, frozen_parameters(self.model))
+        if not any(group.options["route"] == "muon" for group in lowered):
+            raise ConfigurationError(
+                "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them, widen the "
+                "predicate of dedicate_params(), or leave some on the muon route"
+            )
+        return lowered
+
+    def binding(self, waiting: Sequence[Collection[str]]) -> Binding:
+        """The model as it is now, to be compared with in every step; ``waiting`` are frozen members of the groups."""
+        muon = {id(param) for param in self.muon_params}
+        return Binding(self.model, self.runtime, waiting, muon, self._predicate)
+
+    def autotune(self, orthogonalize: Orthogonalize, groups: Iterable[Group]) -> None:
+        """Let the first rank time kernels for what any rank will run, if the user asked for that. Collective then."""
+        if isinstance(orthogonalize, NewtonSchulz) and orthogonalize.tuner is not None:
+            rules = muon_rules(groups)
+            calls = set[Call]().union(*(source.newton_schulz_calls(rules, orthogonalize) for source in self.sources))
+            autotune_on_first_rank(orthogonalize, calls, self.ranks)
+
+    def state_layouts(self) -> dict[int, Tensor]:
+        """What the state of dedicated parameters is laid out like, by their identity; of all others it is like them."""
+        return {id(matrix.param): matrix.state_like for matrix in self.runtime.dedicated.values()}
+
+    def state_dtypes(self) -> dict[int, torch.dtype]:
+        """By the identity of the parameter, where its policy says."""
+        matrices = self.runtime.dedicated.values()
+        return {id(matrix.param): matrix.optim_dtype for matrix in matrices if matrix.optim_dtype is not None}
+
+    def add_state(self, state: State, routed: Iterable[tuple[nn.Parameter, str]]) -> None:
+        """Give each parameter the fresh state of its route."""
+        routed = list(routed)
+        if not routed:
+            return
+        layouts, dtypes = self.state_layouts(), self.state_dtypes()
+        for param, route in routed:
+            state[param] = fresh_state(layouts.get(id(param), param), route, dtypes.get(id(param)))
+
+    def warn_of_narrow_matrices(self) -> None:
+        """Say on the first rank that matrices are kept in half precision."""
+        dtypes = {str(param.dtype) for param in self.muon_params if param.dtype.itemsize < 4}
+        if dtypes and is_first_rank():
+            logger.warning(
+                "matrices are kept in %s: each update is computed in fp32 and rounded, so small ones are "
+                "lost. Load the model in float32 and use mixed precision for the computation.",
+                ", ".join(sorted(dtypes)),
+            )
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0 of the job, or its only process."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
