@@ -1,4 +1,6 @@
-"""Hook boundaries: the blocks of a model, whose forward makes the matrices below them whole.
+"""Hook boundaries as transformers sees a model: its blocks, whose forward makes the matrices below them whole.
+
+:mod:`dmuon_hf.core.hook_boundaries` is what torch alone knows: which module is hooked, given a resolver such as this.
 
 A boundary is a transformer block, the module that FSDP2 wraps too, so that both gather and release their weights
 together. Blocks are found from the model: the items of its repeated containers that are called and hold projections,

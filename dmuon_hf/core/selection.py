@@ -11,14 +11,13 @@ from typing import TypeAlias
 from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.hook_boundaries import HookBoundaryResolver, boundary_of
+from dmuon_hf.core.hook_boundaries import BoundaryRule
 from dmuon_hf.core.plan import Candidate, MatrixSpec, canonical_name
 from dmuon_hf.core.policy import ParamPolicy
 from dmuon_hf.core.runtime.build import Target
 
 __all__ = [
     "AssignmentGroupKeyFn",
-    "Boundaries",
     "MatrixSpecFn",
     "Predicate",
     "Selected",
@@ -31,19 +30,6 @@ logger = logging.getLogger(__name__)
 Predicate: TypeAlias = Callable[[str, nn.Parameter], bool]
 MatrixSpecFn: TypeAlias = Callable[[str, nn.Parameter], "MatrixSpec | None"]
 AssignmentGroupKeyFn: TypeAlias = Callable[[str, nn.Parameter], Hashable]
-
-
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """How the hook boundary of a parameter is found; see :func:`~dmuon_hf.core.hook_boundaries.boundary_of`."""
-
-    predicate: Callable[[nn.Module], bool] | None
-    strict: bool
-    resolver: HookBoundaryResolver | None
-
-    def of(self, model: nn.Module, name: str, param: nn.Parameter) -> nn.Module:
-        """The module to hook for the parameter, whose raw name is ``name``."""
-        return boundary_of(model, name, param, predicate=self.predicate, strict=self.strict, resolver=self.resolver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +59,7 @@ def select(
     matrix_spec_fn: MatrixSpecFn | None,
     group_key_fn: AssignmentGroupKeyFn | None,
     policy_of: Callable[[str, nn.Parameter], ParamPolicy],
-    boundaries: Boundaries,
+    boundaries: BoundaryRule,
 ) -> Selected:
     """What the predicate selects; units are named by their module.
 
@@ -100,7 +86,7 @@ def select(
             frozen.update(names)
             continue
         _check_param(names[0], param)
-        modules = {boundaries.of(model, name, param) for name in raw}
+        modules = {boundaries.module_of(model, name, param) for name in raw}
         if len(modules) > 1:
             raise ConfigurationError(
                 f"{names[0]} is shared by the hook boundaries {sorted(paths[m] for m in modules)}: exclude it in "

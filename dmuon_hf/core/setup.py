@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.hook_boundaries import HookBoundaryResolver
+from dmuon_hf.core.hook_boundaries import BoundaryRule, HookBoundaryResolver
 from dmuon_hf.core.planning import (
     OwnerChoice,
     agreed_plan,
@@ -27,7 +27,6 @@ from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
 from dmuon_hf.core.selection import (
     AssignmentGroupKeyFn,
-    Boundaries,
     MatrixSpecFn,
     Predicate,
     select,
@@ -197,7 +196,7 @@ def dedicate_params(
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
         policy_of=policy_of,
-        boundaries=Boundaries(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
+        boundaries=BoundaryRule(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
     )
     targets = selection.targets
     topology = topology_of(model, mesh, replicate_mesh, process_group_policy, targets)

@@ -15,7 +15,7 @@ from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.replicated.averaging import GradientAveraging
 from dmuon_hf.core.replicated.bucket import GradBucket
 from dmuon_hf.core.replicated.setup import average_dtype, broadcast_from_first
-from dmuon_hf.core.runtime.runtime import Runtime, require_runtime, runtime_of
+from dmuon_hf.core.runtime.runtime import Runtime, attached, require_runtime, runtime_of
 
 __all__ = ["ReplicatedGroup", "get_replicated_group", "replicate"]
 
@@ -100,11 +100,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def get_replicated_group(model: nn.Module) -> ReplicatedGroup | None:
     """What ``replicate`` manages on a model, also through wrappers; ``None`` where it was not called."""
-    for module in model.modules():
-        group = module.__dict__.get(_ATTRIBUTE)
-        if isinstance(group, ReplicatedGroup):
-            return group
-    return None
+    return attached(model, _ATTRIBUTE, ReplicatedGroup)
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, runtime: Runtime) -> None:

@@ -35,7 +35,7 @@ from dmuon_hf.core.runtime.unit import NO_COPY, Unit
 if TYPE_CHECKING:
     from dmuon_hf.core.replicated.averaging import GradientAveraging
 
-__all__ = ["Runtime", "attach", "hidden", "require_runtime", "runtime_of"]
+__all__ = ["Runtime", "attach", "attached", "hidden", "require_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_dmuon_runtime"
 
@@ -324,11 +324,13 @@ def attach(model: nn.Module, runtime: Runtime) -> None:
 
 def runtime_of(model: nn.Module) -> Runtime | None:
     """The runtime of a model, also through wrappers (DDP, torch.compile, PEFT) and when a wrapper's child holds it."""
-    for module in model.modules():
-        runtime = module.__dict__.get(_ATTRIBUTE)
-        if isinstance(runtime, Runtime):
-            return runtime
-    return None
+    return attached(model, _ATTRIBUTE, Runtime)
+
+
+def attached(model: nn.Module, attribute: str, kind: type[T]) -> T | None:
+    """What was put on a model as an attribute, also through wrappers; ``None`` without one of that kind."""
+    found = (module.__dict__.get(attribute) for module in model.modules())
+    return next((value for value in found if isinstance(value, kind)), None)
 
 
 def require_runtime(model: nn.Module) -> Runtime:
