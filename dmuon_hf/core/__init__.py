@@ -47,9 +47,11 @@ from dmuon_hf.core.plan import MatrixSpec, Plan
 from dmuon_hf.core.replicated import (
     ReplicatedGroup,
     dedicate_params_ddp,
+    dedicate_params_ddp_tp,
     get_replicated_group,
     install_ddp_patch,
     replicate,
+    replicate_tp,
 )
 from dmuon_hf.core.runtime import (
     DedicatedCommContext,
@@ -101,6 +103,7 @@ __all__ = [
     "convert_lr",
     "dedicate_params",
     "dedicate_params_ddp",
+    "dedicate_params_ddp_tp",
     "direct_newton_schulz",
     "get_backend_status",
     "get_comm_ctx",
@@ -121,6 +124,7 @@ __all__ = [
     "prepare_muon_grads",
     "register_muon_grad_clip_strategy",
     "replicate",
+    "replicate_tp",
     "runtime_of",
     "set_model_state_dict",
     "set_optimizer_state_dict",

@@ -470,7 +470,7 @@ def _sharded_rest(rank: int, world: int) -> None:
     model, mesh = make_model("mlp"), mesh_of(world)
     dmuon.dedicate_params(model, mesh, is_matrix)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(RuntimeError, match="fully_shard or tensor parallelism synchronises"):
+    with pytest.raises(RuntimeError, match="is a DTensor, and replicate is for models that nobody has sharded"):
         dmuon.replicate(model, mesh)
     with pytest.raises(dmuon.ConfigurationError, match="dedicate_params_ddp"):
         DistributedDataParallel(model)

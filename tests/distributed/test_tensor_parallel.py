@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.ns import NewtonSchulz
@@ -33,19 +34,19 @@ def check(tp: TpRun, *, rtol: float = 2e-4) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", ["uneven", "llama"])
-@pytest.mark.parametrize("mode", ["tp", "shard_tp", "hsdp_tp"])
+@pytest.mark.parametrize("mode", ["tp", "shard_tp", "hsdp_tp", "ddp_tp"])
 def test_column_and_row_wise_matrices_train_like_one_process(mode: str, model: str) -> None:
     check(TpRun(mode, Run("tp", model)))
 
 
-@pytest.mark.parametrize("mode", ["tp", "tp_3", "shard_tp", "hsdp_tp"])
+@pytest.mark.parametrize("mode", ["tp", "tp_3", "shard_tp", "hsdp_tp", "ddp_tp"])
 def test_replicated_and_cut_matrices_clipped_by_torch_train_like_one_process(mode: str) -> None:
     check(TpRun(mode, Run("tp", "uneven"), everything=True, max_norm=0.05))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_accumulated_micro_batches_train_like_one_process(reshard: bool) -> None:
-    check(TpRun("shard_tp", Run("tp", "uneven", accumulate=3, steps=3), everything=True, reshard=reshard))
+@pytest.mark.parametrize(("mode", "reshard"), [("shard_tp", True), ("shard_tp", False), ("ddp_tp", False)])
+def test_accumulated_micro_batches_train_like_one_process(mode: str, reshard: bool) -> None:
+    check(TpRun(mode, Run("tp", "uneven", accumulate=3, steps=3), everything=True, reshard=reshard))
 
 
 def skip_together(rank: int, world: int, mode: str) -> tuple[int, bool, bool]:
@@ -55,8 +56,9 @@ def skip_together(rank: int, world: int, mode: str) -> tuple[int, bool, bool]:
     backward(model, tp, 0, rank)
     if rank == world - 1:
         # A part of one weight: the other tensor-parallel rank holds no element of it.
-        grads = [param.grad.to_local() for name, param in model.named_parameters() if "norm" in name or "wide" in name]
-        next(grad for grad in grads if grad.numel())[0] = math.nan
+        grads = [param.grad for name, param in model.named_parameters() if "norm" in name or "wide" in name]
+        parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        next(part for part in parts if part.numel())[0] = math.nan
     optimizer.step()
     after = snapshot(model, optimizer, "weights")
     same = all(torch.equal(before[name], after[name]) for name in before)
@@ -67,7 +69,7 @@ def skip_together(rank: int, world: int, mode: str) -> tuple[int, bool, bool]:
     )
 
 
-@pytest.mark.parametrize("mode", ["tp", "shard_tp"])
+@pytest.mark.parametrize("mode", ["tp", "shard_tp", "ddp_tp"])
 def test_nan_on_one_tensor_parallel_rank_skips_the_step_on_all(mode: str) -> None:
     assert run_ranks(skip_together, world_of(mode), mode) == [(1, True, False)] * world_of(mode)
 
@@ -84,7 +86,7 @@ def matrix_norm(rank: int, world: int, mode: str, everything: bool) -> list[floa
 
 
 @pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("mode", ["tp", "hsdp_tp"])
+@pytest.mark.parametrize("mode", ["tp", "hsdp_tp", "ddp_tp"])
 def test_norm_of_matrices_counts_every_element_once(mode: str, everything: bool) -> None:
     model = make_model("uneven")
     models.loss_of(model, batch_of(Run("tp", "uneven"), 0)).backward()

@@ -73,7 +73,7 @@ def assert_close(got: tuple[dict[str, Any], dict[str, Any]], want: tuple[dict[st
 
 def test_whole_state_dicts_carry_training_between_modes() -> None:
     states: States | None = None
-    modes = ["hsdp_tp", "one_process", "tp", "shard_tp", "sharded", "shard_tp"]
+    modes = ["hsdp_tp", "one_process", "ddp_tp", "tp", "ddp_tp", "shard_tp", "sharded", "shard_tp"]
     for step, mode in enumerate(modes):
         one_leg = (mode, states, range(step, step + 1))
         states = run_ranks(leg, world_for(mode), *one_leg, init=mode != "one_process")[0]
@@ -111,7 +111,14 @@ def load_and_go_on(rank: int, world: int, mode: str, path: str, full: bool) -> t
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("hsdp_tp", "one_process"), ("one_process", "shard_tp"), ("shard_tp", "tp"), ("tp", "hsdp_tp")],
+    [
+        ("hsdp_tp", "one_process"),
+        ("one_process", "shard_tp"),
+        ("shard_tp", "tp"),
+        ("tp", "hsdp_tp"),
+        ("ddp_tp", "one_process"),
+        ("one_process", "ddp_tp"),
+    ],
 )
 def test_checkpoints_of_torch_carry_training_between_modes(saved: str, loaded: str, full: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")

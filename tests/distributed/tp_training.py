@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, int]] = {
     "tp_3": {"shard": 1, "tp": 3},
     "shard_tp": {"shard": 2, "tp": 2},
     "hsdp_tp": {"replicate": 2, "shard": 2, "tp": 2},
+    "ddp_tp": {"dp": 2, "tp": 2},
 }
 
 
@@ -87,6 +88,10 @@ def prepare_model(tp: TpRun, **dedicate: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = make_model(tp.run.model).to(tp.run.dtype)
     parallelize(model, mesh["tp"], everything=tp.everything)
+    dedicate = {**tp.run.dedicate, **dedicate}
+    if "dp" in sizes:
+        dmuon.dedicate_params_ddp_tp(model, mesh["dp"], is_matrix, **dedicate)
+        return dmuon.replicate_tp(model, mesh["dp"])
     replicate = mesh["replicate"] if "replicate" in sizes else None
     dmuon.dedicate_params(
         model,
@@ -94,7 +99,7 @@ def prepare_model(tp: TpRun, **dedicate: Any) -> nn.Module:
         is_matrix,
         replicate_mesh=replicate,
         reshard_after_forward=tp.reshard,
-        **{**tp.run.dedicate, **dedicate},
+        **dedicate,
     )
     data = mesh["replicate", "shard"] if replicate is not None else mesh["shard"]
     for block in blocks_of(model):

@@ -86,7 +86,13 @@ class FakeRuntime:
     def __init__(self, model: nn.Module, specs: dict[str, MatrixSpec] | None = None) -> None:
         specs = {"fused_proj.weight": FUSED} if specs is None else specs
         self.topology = SimpleNamespace(
-            device=torch.device("cpu"), slot=(0, 0), ranks=None, compares_replicas=True, replica_distance=1, tensor=None
+            device=torch.device("cpu"),
+            slot=(0, 0),
+            ranks=None,
+            compares_replicas=True,
+            keeps_whole=False,
+            replica_distance=1,
+            tensor=None,
         )
         self.dedicated = {
             name: FakeMatrix(name, param, specs.get(name, MatrixSpec()))

@@ -100,9 +100,10 @@ class OwnedSource:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the matrices that this rank owns; under replication of all, which every rank holds.
 
-        With a tensor-parallel axis, on which several ranks hold parts or copies, all gradients as they lie.
+        With owners beside a tensor-parallel axis, on which several ranks hold parts or copies, all as they lie.
         """
-        if self._runtime.topology.tensor is not None:
+        topology = self._runtime.topology
+        if topology.tensor is not None and not topology.keeps_whole:
             held = {matrix.name: matrix.param.grad for matrix in self._matrices}
         else:
             held = {matrix.name: matrix.held_grad for matrix in self._matrices}

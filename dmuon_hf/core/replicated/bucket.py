@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from dmuon_hf.core.lockstep import Channel
+from dmuon_hf.core.replicated.parts import grad_part, part_like, part_of
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 
@@ -22,7 +23,8 @@ class GradBucket:
 
     What is on ``.grad`` counts, from this pass and from those before it: a part that was averaged already is the same
     on every rank, and stays what it is. A parameter without a gradient here counts as zero; one without on any rank
-    keeps none, for which each parameter has a flag that travels behind the gradients.
+    keeps none, for which each parameter has a flag that travels behind the gradients. Of a DTensor all that is about
+    this rank's part of it.
 
     Attributes:
         name: What errors call it.
@@ -52,7 +54,7 @@ class GradBucket:
     @property
     def nbytes(self) -> int:
         """Payload of the all-reduce, in bytes, when every parameter is trained."""
-        return self._dtype.itemsize * sum(param.numel() + 1 for _, param in self.params)
+        return self._dtype.itemsize * sum(part_of(param).numel() + 1 for _, param in self.params)
 
     @property
     def launched(self) -> bool:
@@ -70,16 +72,16 @@ class GradBucket:
     def launch(self) -> None:
         """Send what is on the parameters' ``.grad``. Collective."""
         self._sent = [param for _, param in self.params if param.requires_grad]
-        sizes = [param.numel() for param in self._sent]
+        sizes = [part_of(param).numel() for param in self._sent]
         device = self._context.device.device
         packed = torch.empty(sum(sizes) + len(sizes), dtype=self._dtype, device=device)
         *parts, flags = packed.split([*sizes, len(sizes)])
-        has_grad = [param.grad is not None for param in self._sent]
-        flags.copy_(torch.tensor(has_grad, dtype=self._dtype))
-        present = [(part, p.grad.reshape(-1)) for part, p in zip(parts, self._sent, strict=True) if p.grad is not None]
+        grads = [grad_part(param) for param in self._sent]
+        flags.copy_(torch.tensor([grad is not None for grad in grads], dtype=self._dtype))
+        present = [(part, grad.reshape(-1)) for part, grad in zip(parts, grads, strict=True) if grad is not None]
         if present:
             torch._foreach_copy_([part for part, _ in present], [grad for _, grad in present])
-        missing = [part for part, here in zip(parts, has_grad, strict=True) if not here]
+        missing = [part for part, grad in zip(parts, grads, strict=True) if grad is None]
         if missing:
             torch._foreach_zero_(missing)
         if self._dtype is torch.float16:
@@ -103,15 +105,17 @@ class GradBucket:
         packed = self._wait()
         if self._dtype is not torch.float16:
             packed.div_(self._size)
-        *parts, flags = packed.split([*(param.numel() for param in self._sent), len(self._sent)])
-        pairs = list(zip(self._sent, parts, strict=True))
-        here = [(param.grad, part.view_as(param)) for param, part in pairs if param.grad is not None]
+        sizes = [part_of(param).numel() for param in self._sent]
+        *parts, flags = packed.split([*sizes, len(sizes)])
+        means = [part.view_as(part_of(param)) for param, part in zip(self._sent, parts, strict=True)]
+        pairs = list(zip(self._sent, means, strict=True))
+        here = [(part_of(param.grad), mean) for param, mean in pairs if param.grad is not None]
         if here:
-            torch._foreach_copy_([grad for grad, _ in here], [part for _, part in here])
+            torch._foreach_copy_([grad for grad, _ in here], [mean for _, mean in here])
         if len(here) < len(pairs):
-            for (param, part), seen in zip(pairs, flags.tolist(), strict=True):
+            for (param, mean), seen in zip(pairs, flags.tolist(), strict=True):
                 if param.grad is None and seen:
-                    param.grad = part.view_as(param).to(param.dtype, copy=True)
+                    param.grad = part_like(param, mean.to(param.dtype, copy=True))
 
     def end_pass(self) -> None:
         """Make ready for the next pass; what is in flight is waited for and dropped."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_hf.core.errors import ConfigurationError
@@ -35,6 +36,7 @@ def install_ddp_patch() -> None:
             original(self, module, *args, **kwargs)
             return
         averaging = _averaging_of(runtime)
+        _check_plain(module, averaging)
         ignored = dict.fromkeys([*getattr(module, _IGNORED, ()), *_names(module, averaging)])
         setattr(module, _IGNORED, list(ignored))
         original(self, module, *args, **kwargs)
@@ -68,10 +70,22 @@ def _names(module: nn.Module, averaging: GradientAveraging) -> list[str]:
     return [*names, *(f".{name}" for name in names if "." not in name)]
 
 
+def _check_plain(module: nn.Module, averaging: GradientAveraging) -> None:
+    averaged = {id(param) for _, param in averaging.params()}
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor) and id(param) not in averaged:
+            raise ConfigurationError(
+                f"{name} is a DTensor, which DistributedDataParallel does not take: do not wrap the model, and call "
+                "replicate_tp() after dedicate_params_ddp_tp(), which averages plain parameters too"
+            )
+
+
 def _check_ranks(wrapper: DistributedDataParallel, runtime: Runtime) -> None:
     ranks = dist.get_process_group_ranks(wrapper.process_group)
-    if sorted(ranks) != sorted(runtime.topology.ranks or ()):
+    data = runtime.topology.data
+    owners = [] if data is None else list(data.ranks)
+    if sorted(ranks) != sorted(owners):
         raise ConfigurationError(
-            f"DistributedDataParallel averages over the ranks {ranks}, but the owners are spread over "
-            f"{runtime.topology.ranks}: give both the same"
+            f"DistributedDataParallel averages over the ranks {ranks}, but the owners are spread over {owners}: give "
+            "both the same"
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from dmuon_hf.core.replicated.parts import part_of
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.owned_tensor import Origin, OwnedTensor
 
@@ -16,9 +17,15 @@ __all__ = ["ReplicatedParam"]
 
 
 class ReplicatedParam(DedicatedParam):
-    """A dedicated parameter under replication: ``param`` is the model's own plain one, live on every rank.
+    """A dedicated parameter under replication: ``param`` is the model's own, live on every rank.
 
-    Its gradient is the same mean everywhere when ``backward()`` has returned. Only the momentum has an owner.
+    Its gradient is the same mean everywhere when ``backward()`` has returned. Only the momentum has an owner. Under
+    tensor parallelism ``param`` is the DTensor that it was, all of that holds for its parts, and each has the momentum
+    at one data-parallel place.
+
+    Args:
+        mesh: Of the data-parallel ranks; with a ``part`` the tensor-parallel axis as its last dimension.
+        is_owner: Whether this rank is at the owner's place.
     """
 
     __slots__ = ("_is_owner", "_mesh", "changed")
@@ -36,23 +43,33 @@ class ReplicatedParam(DedicatedParam):
 
     @property
     def held_grad(self) -> Tensor | None:
-        """The mean gradient as a DTensor around the parameter's own, which all ranks have."""
-        if self.param.grad is None:
+        """The mean gradient as a DTensor around the parameter's own, which all data-parallel ranks have."""
+        grad = self.param.grad
+        if grad is None:
             return None
-        return DTensor.from_local(self.param.grad, self._mesh, [Replicate()], run_check=False)
+        beside = [] if self.part is None else [self.part.placement]
+        return DTensor.from_local(
+            part_of(grad), self._mesh, [Replicate(), *beside], run_check=False, shape=grad.shape, stride=grad.stride()
+        )
 
     @property
     def state_like(self) -> Tensor:
         """What the momentum is laid out like: whole on the owner, without rows elsewhere. Aliases the parameter."""
-        local = self.param.detach() if self._is_owner else self.param.detach()[:0]
-        origin = Origin(self.name, self.unit)
+        part = part_of(self.param)
+        local = part if self._is_owner else part[:0]
         return OwnedTensor.from_local(
-            local.contiguous(), self._mesh, owner=self.owner_shard, shape=self.param.shape, origin=origin
+            local.contiguous(),
+            self._mesh,
+            owner=self.owner_shard,
+            shape=self.param.shape,
+            unowned=None if self.part is None else {1: self.part.placement},
+            origin=Origin(self.name, self.unit),
         )
 
     def mark_updated(self) -> None:
         """The owner has written the parameter; on the others the publish will. To be called on every rank."""
         self.changed = True
-        if not self._is_owner:
-            # A graph that was recorded before the step must not be walked after it, on any rank.
+        if not self._is_owner or self.part is not None:
+            # A graph that was recorded before the step must not be walked after it, on any rank. Writes to a part are
+            # not counted by the DTensor around it.
             torch.autograd.graph.increment_version(self.param)

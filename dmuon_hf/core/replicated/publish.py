@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.replicated.arriving import arrived, arriving
 from dmuon_hf.core.replicated.params import ReplicatedParam
+from dmuon_hf.core.replicated.parts import part_of
 from dmuon_hf.core.runtime.collectives import InFlight, broadcast_segments, issue_on
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.compiling import untraced
@@ -25,7 +26,8 @@ class UnitPublish:
 
     The module waits before its forward, so that the publish is hidden behind the forward of the modules before it, and
     before its state dict is read or loaded; whoever else touches a matrix waits there. Nothing is copied: a matrix is
-    sent from, and received into, its parameter.
+    sent from, and received into, its parameter. Parts of DTensors, which others can read without being seen, are waited
+    for at once.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class UnitPublish:
 
     def _segment(self, param: nn.Parameter) -> Tensor:
         """What the collective reads or writes: the parameter, or a copy of one that is not contiguous."""
-        value = param.detach()
+        value = part_of(param)
         if value.is_contiguous():
             return value.view(-1)
         staged = value.contiguous()
@@ -82,7 +84,7 @@ class UnitPublish:
         self._on_the_way.clear()
         with torch.no_grad():
             for param, staged in self._staged:
-                param.copy_(staged)
+                part_of(param).copy_(staged)
         self._staged.clear()
 
     def attach(self, root: nn.Module, boundary: nn.Module) -> None:

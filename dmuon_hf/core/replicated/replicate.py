@@ -1,4 +1,4 @@
-"""``replicate``: the gradients of what has no owner, averaged at the end of every backward pass."""
+"""``replicate`` and ``replicate_tp``: gradients of what has no owner, averaged at the end of every backward pass."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.replicated.averaging import GradientAveraging
 from dmuon_hf.core.replicated.bucket import GradBucket
-from dmuon_hf.core.replicated.setup import average_dtype, broadcast_from_first
+from dmuon_hf.core.replicated.build import average_dtype, broadcast_from_first
+from dmuon_hf.core.replicated.parts import part_of
 from dmuon_hf.core.runtime.runtime import Runtime, attached, require_runtime, runtime_of
 
-__all__ = ["ReplicatedGroup", "get_replicated_group", "replicate"]
+__all__ = ["ReplicatedGroup", "get_replicated_group", "replicate", "replicate_tp"]
 
 _ATTRIBUTE: Final = "_dmuon_replicated_group"
 _BUCKET_BYTES: Final = 25 * 2**20
@@ -67,18 +68,56 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             model without dedicated parameters, with DTensors of FSDP2 or tensor parallelism, inside of
             ``DistributedDataParallel``, or replicated already.
     """
-    if mesh.ndim != 1:
-        raise ConfigurationError(f"replicate takes a 1-D mesh over all data-parallel ranks, got {mesh.ndim}-D")
-    runtime = require_runtime(model)
-    _check(model, mesh, runtime)
-    owned = {id(param.param) for param in runtime.dedicated.values()}
-    rest = {canonical_name(name, model): param for name, param in model.named_parameters() if id(param) not in owned}
+    runtime = _runtime_for(model, mesh, "replicate")
+    rest = _without_owner(model, runtime)
     sharded = next((name for name, param in rest.items() if isinstance(param, DTensor)), None)
     if sharded is not None:
         raise ConfigurationError(
-            f"{sharded} is a DTensor, which fully_shard or tensor parallelism synchronises already: replicate is for "
-            "models that nobody has sharded"
+            f"{sharded} is a DTensor, and replicate is for models that nobody has sharded: after parallelize_module "
+            "call replicate_tp, and neither after fully_shard, which synchronises what it has sharded"
         )
+    return _average(model, mesh, runtime, rest)
+
+
+def replicate_tp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """:func:`replicate` after ``dedicate_params_ddp_tp``: parameters may be DTensors on the tensor-parallel axis.
+
+    Each data-parallel rank averages its part of a gradient with those of its replicas; partial sums over the axis, as
+    of a norm's weight under sequence parallelism, are added up there first. Parameters that are whole on every rank of
+    the axis are averaged too.
+
+    Every rank calls it.
+
+    Args:
+        model: The model that was dedicated.
+        mesh: The 1-D mesh that it was dedicated over.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ConfigurationError: As for :func:`replicate`, or a DTensor lies on another dimension than the tensor-parallel
+            one, on a data-parallel dimension above all.
+    """
+    runtime = _runtime_for(model, mesh, "replicate_tp")
+    rest = _without_owner(model, runtime)
+    axis = runtime.topology.tensor
+    for name, param in rest.items():
+        if isinstance(param, DTensor) and (axis is None or param.device_mesh != axis.mesh):
+            raise ConfigurationError(
+                f"{name} is a DTensor on a mesh of the ranks {param.device_mesh.mesh.flatten().tolist()}, which is not "
+                "the tensor-parallel axis of dedicate_params_ddp_tp(): fully_shard synchronises what it has sharded, "
+                "and replicate_tp is for models that it was not called on"
+            )
+    return _average(model, mesh, runtime, rest)
+
+
+def _without_owner(model: nn.Module, runtime: Runtime) -> dict[str, nn.Parameter]:
+    owned = {id(param.param) for param in runtime.dedicated.values()}
+    return {canonical_name(name, model): param for name, param in model.named_parameters() if id(param) not in owned}
+
+
+def _average(model: nn.Module, mesh: DeviceMesh, runtime: Runtime, rest: dict[str, nn.Parameter]) -> nn.Module:
     assert runtime.topology.shard_group is not None
     buckets = [
         GradBucket(
@@ -103,20 +142,27 @@ def get_replicated_group(model: nn.Module) -> ReplicatedGroup | None:
     return attached(model, _ATTRIBUTE, ReplicatedGroup)
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, runtime: Runtime) -> None:
+def _runtime_for(model: nn.Module, mesh: DeviceMesh, function: str) -> Runtime:
+    """The runtime of a model that ``function`` may be called on."""
+    if mesh.ndim != 1:
+        raise ConfigurationError(f"{function} takes a 1-D mesh over all data-parallel ranks, got {mesh.ndim}-D")
+    runtime = require_runtime(model)
     if get_replicated_group(model) is not None:
-        raise ConfigurationError("replicate was already called on this model: call it once")
+        raise ConfigurationError("replicate or replicate_tp was already called on this model: call it once")
     if runtime.averaging is not None and runtime.averaging.wrappers:
         raise ConfigurationError(
             "DistributedDataParallel wraps this model and averages these gradients already: use one of the two"
         )
     ranks = mesh.mesh.flatten().tolist()
-    if runtime.topology.ranks != ranks or runtime.topology.is_hsdp:
+    data = runtime.topology.data
+    owners = [] if data is None else list(data.ranks)
+    if owners != ranks or runtime.topology.is_hsdp:
         raise ConfigurationError(
-            f"replicate got a mesh of the ranks {ranks}, but the owners are spread over {runtime.topology.ranks}: pass "
-            "the 1-D mesh of dedicate_params_ddp"
+            f"{function} got a mesh of the ranks {ranks}, but the owners are spread over {owners}: pass the 1-D mesh "
+            "of dedicate_params_ddp, or dedicate_params_ddp_tp"
         )
     assert runtime_of(model) is runtime
+    return runtime
 
 
 def _parts(params: dict[str, nn.Parameter]) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -128,10 +174,11 @@ def _parts(params: dict[str, nn.Parameter]) -> Iterator[list[tuple[str, nn.Param
         part: list[tuple[str, nn.Parameter]] = []
         size = 0
         for name, param in alike:
-            if part and size + param.nbytes > _BUCKET_BYTES:
+            nbytes = part_of(param).nbytes
+            if part and size + nbytes > _BUCKET_BYTES:
                 yield part
                 part, size = [], 0
             part.append((name, param))
-            size += param.nbytes
+            size += nbytes
         if part:
             yield part

@@ -1,41 +1,31 @@
-"""``dedicate_params_ddp``: owners for matrices that every rank keeps whole."""
+"""``dedicate_params_ddp`` and ``dedicate_params_ddp_tp``: owners for matrices that every rank keeps whole."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.hook_boundaries import BoundaryRule, HookBoundaryResolver
-from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.plan import Plan
-from dmuon_hf.core.planning import OwnerChoice, agreed_plan, log_plan, topology_of
+from dmuon_hf.core.plan.plan import Setting
+from dmuon_hf.core.planning import OwnerChoice, agreed_plan, log_plan, tensor_placements, topology_of
 from dmuon_hf.core.policy import ParamPolicyFn, policy_source
-from dmuon_hf.core.replicated.averaging import GradientAveraging
-from dmuon_hf.core.replicated.bucket import GradBucket
-from dmuon_hf.core.replicated.params import ReplicatedParam
-from dmuon_hf.core.replicated.publish import UnitPublish
-from dmuon_hf.core.replicated.runtime import ReplicatedRuntime
+from dmuon_hf.core.replicated.build import build_replicated
 from dmuon_hf.core.runtime.build import Target
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
-from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
-from dmuon_hf.core.selection import (
-    AssignmentGroupKeyFn,
-    MatrixSpecFn,
-    Predicate,
-    select,
-)
+from dmuon_hf.core.selection import AssignmentGroupKeyFn, MatrixSpecFn, Predicate, Selected, select
 
-__all__ = ["average_dtype", "broadcast_from_first", "dedicate_params_ddp"]
+__all__ = ["dedicate_params_ddp", "dedicate_params_ddp_tp"]
 
 
 def dedicate_params_ddp(
@@ -90,24 +80,116 @@ def dedicate_params_ddp(
         LockstepError: The ranks' plans differ; the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
-    policy_of = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=None)
-    _check_model(model, mesh)
-    choice = OwnerChoice.of_arguments(
-        owner_strategy, owner_cost_model, pack_small_params, max_owners_per_group, hsdp_column_balance=True
-    )
-    selection = select(
+    selected = partial(
+        select,
         model,
         predicate,
         matrix_spec_fn=matrix_spec_fn,
         group_key_fn=assignment_group_key_fn,
-        policy_of=policy_of,
+        policy_of=policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=None),
         boundaries=BoundaryRule(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
     )
+    choice = OwnerChoice.of_arguments(
+        owner_strategy, owner_cost_model, pack_small_params, max_owners_per_group, hsdp_column_balance=True
+    )
+    return _dedicate(model, mesh, selected, choice, compute_dtype, process_group_policy, tensor_parallel=False)
+
+
+def dedicate_params_ddp_tp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    predicate: Predicate,
+    compute_dtype: torch.dtype | None = None,
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+    hook_boundary_strict: bool = True,
+    hook_boundary_resolver: HookBoundaryResolver | None = None,
+    assignment_group_key_fn: AssignmentGroupKeyFn | None = None,
+    max_owners_per_group: int | None = None,
+    owner_strategy: str | None = None,
+    owner_cost_model: str | None = None,
+    pack_small_params: bool | None = None,
+    tp_buffer_reuse: bool | str = False,
+    param_policy: Mapping[str, Any] | None = None,
+    param_policy_fn: ParamPolicyFn | None = None,
+    process_group_policy: str | None = None,
+    *,
+    matrix_spec_fn: MatrixSpecFn | None = None,
+) -> dict[nn.Parameter, int]:
+    """:func:`dedicate_params_ddp` for models that tensor parallelism has cut, and that nobody shards further.
+
+    The order is ``parallelize_module`` on one dimension of a named mesh, this with another, then :func:`replicate_tp`
+    for everything without an owner. A matrix has its owner at one data-parallel place, where the ranks of the
+    tensor-parallel axis keep the momentum of their parts and bring the matrix together, one of them for each. Then each
+    sends its part to its replicas, which wait for it inside of ``step()``: nothing would see who reads a DTensor.
+
+    A collective over all ranks of both dimensions, which compares their plans. Parts start as the first data-parallel
+    rank has them, matrices that tensor parallelism left whole as the first rank of all.
+
+    Args:
+        model: The model, on any device, after ``parallelize_module``; not wrapped.
+        mesh: 1-D mesh over the data-parallel ranks of this tensor-parallel place, such as ``mesh["dp"]``.
+        predicate: ``(name, param) -> bool``, with canonical names; true for matrices that Muon is to update.
+        tp_buffer_reuse: As in :func:`dmuon_hf.core.dedicate_params`.
+        compute_dtype, hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver, assignment_group_key_fn,
+        max_owners_per_group, owner_strategy, owner_cost_model, pack_small_params, param_policy, param_policy_fn,
+        process_group_policy, matrix_spec_fn: As in :func:`dedicate_params_ddp`.
+
+    Returns:
+        Rank in ``mesh`` of the owner of each selected parameter.
+
+    Raises:
+        ConfigurationError: As for :func:`dedicate_params_ddp`, but for DTensors on a dimension beside ``mesh``.
+        LockstepError: The ranks' plans differ; the message names the first difference.
+        NotImplementedError: A selected parameter lies on a mesh of several dimensions, or two on different ones.
+    """
+    selected = partial(
+        select,
+        model,
+        predicate,
+        matrix_spec_fn=matrix_spec_fn,
+        group_key_fn=assignment_group_key_fn,
+        policy_of=policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=None),
+        boundaries=BoundaryRule(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
+    )
+    choice = OwnerChoice.of_arguments(
+        owner_strategy, owner_cost_model, pack_small_params, max_owners_per_group, hsdp_column_balance=True
+    )
+    return _dedicate(
+        model,
+        mesh,
+        selected,
+        choice,
+        compute_dtype,
+        process_group_policy,
+        tensor_parallel=True,
+        tp_buffer_reuse=tp_buffer_reuse,
+    )
+
+
+def _dedicate(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    selected: Callable[[], Selected],
+    choice: OwnerChoice,
+    compute_dtype: torch.dtype | None,
+    process_group_policy: str | None,
+    *,
+    tensor_parallel: bool,
+    tp_buffer_reuse: bool | str = False,
+) -> dict[nn.Parameter, int]:
+    """What both functions do, once their arguments are in order."""
+    _check_model(model, mesh)
+    selection = selected()
     targets = selection.targets
-    _check_plain(targets)
-    topology = dataclasses.replace(topology_of(model, mesh, None, process_group_policy), keeps_whole=True)
-    plan = agreed_plan(selection, topology, choice, {"compute_dtype": str(compute_dtype), "replicated": True})
-    runtime = _build(model, plan, targets, topology, compute_dtype)
+    if not tensor_parallel:
+        _check_plain(targets)
+    found = topology_of(model, mesh, None, process_group_policy, targets if tensor_parallel else None)
+    topology = dataclasses.replace(found, keeps_whole=True)
+    settings: dict[str, Setting] = {"compute_dtype": str(compute_dtype), "replicated": True}
+    settings |= tensor_placements(targets, topology)
+    plan = agreed_plan(selection, topology, choice, settings)
+    context = DedicatedCommContext(topology.device, tp_buffer_reuse=tp_buffer_reuse)
+    runtime = build_replicated(model, plan, targets, topology, context, compute_dtype)
     runtime.left_frozen = selection.frozen
     attach(model, runtime)
     watch_state_dicts(model)
@@ -137,79 +219,6 @@ def _check_plain(targets: Mapping[str, Target]) -> None:
         if isinstance(target.param, DTensor):
             raise ConfigurationError(
                 f"{name} is already a DTensor, and dedicate_params_ddp takes models of which every rank has the whole: "
-                "for tensor parallelism use dedicate_params() with the data-parallel dimension of the mesh, and "
-                "fully_shard()"
+                "under tensor parallelism call dedicate_params_ddp_tp() with the data-parallel dimension of the mesh, "
+                "or dedicate_params() and fully_shard()"
             )
-
-
-def _build(
-    model: nn.Module, plan: Plan, targets: Mapping[str, Target], topology: Topology, dtype: torch.dtype | None
-) -> ReplicatedRuntime:
-    context = DedicatedCommContext(topology.device)
-    context.monitor.start(topology)
-    assert topology.mesh is not None and topology.shard_group is not None
-    params: dict[str, ReplicatedParam] = {}
-    for entry in plan.entries:
-        target = targets[entry.name]
-        if target.param.is_meta and topology.device.type != "meta":
-            raise without_values(entry.name, topology.device)
-        params[entry.name] = ReplicatedParam(
-            mesh=topology.mesh,
-            is_owner=topology.slot == entry.owner,
-            name=entry.name,
-            aliases=entry.aliases,
-            param=target.param,
-            places=target.places,
-            spec=entry.spec,
-            owner=entry.owner,
-            unit=entry.unit,
-            boundary=target.boundary,
-            route=entry.route,
-            optim_dtype=target.policy.optim_dtype,
-        )
-    broadcast_from_first([param.param for param in params.values()], topology)
-    averaging = GradientAveraging(model)
-    publishes = []
-    for name in reversed(plan.units):
-        members = [params[entry.name] for entry in plan.unit_entries(name)]
-        bucket = GradBucket(
-            f"unit {name}",
-            [(param.name, param.param) for param in members],
-            group=topology.shard_group,
-            context=context,
-            dtype=targets[members[0].name].policy.grad_dtype
-            or dtype
-            or average_dtype([param.param for param in members]),
-        )
-        averaging.add([bucket], late=False)
-        publish = UnitPublish(name, members, group=topology.shard_group, context=context)
-        publish.attach(model, members[0].boundary)
-        publishes.append(publish)
-    return ReplicatedRuntime(
-        topology=topology,
-        plan=plan,
-        params=list(params.values()),
-        publishes=publishes[::-1],
-        averaging=averaging,
-        context=context,
-    )
-
-
-def average_dtype(params: Iterable[Tensor]) -> torch.dtype:
-    """Dtype in which the gradients of some parameters are added up: fp32, or that of the widest."""
-    dtype = torch.float32
-    for param in params:
-        dtype = torch.promote_types(dtype, param.dtype)
-    return dtype
-
-
-@torch.no_grad()
-def broadcast_from_first(tensors: Iterable[Tensor], topology: Topology) -> None:
-    """Give every rank the values of the first one, in place, as ``DistributedDataParallel`` does. Collective."""
-    if topology.grid is None or not topology.grid.talks:
-        return
-    for tensor in tensors:
-        value = tensor.detach().to(topology.device, copy=True).contiguous().view(-1)
-        # Bytes: not every backend knows every dtype.
-        topology.grid.broadcast(value.view(torch.uint8), 0)
-        tensor.copy_(value.view(tensor.shape))

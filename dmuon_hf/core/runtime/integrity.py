@@ -20,6 +20,7 @@ from dmuon_hf.core.runtime.fingerprint import Place, places_of
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
 if TYPE_CHECKING:
+    from dmuon_hf.core.mesh import Topology
     from dmuon_hf.core.optim.interfaces import OptimizerRuntime
     from dmuon_hf.core.runtime.runtime import Runtime
 
@@ -81,24 +82,24 @@ def _displaced(
 def unsynchronised(runtime: Runtime, param: nn.Parameter) -> str | None:
     """Why the ranks would train a parameter apart, or ``None``: the one place that decides who synchronises it.
 
-    On several ranks it has an owner, is averaged over them by ``replicate`` or ``DistributedDataParallel``, or is a
-    DTensor over exactly the ranks of the data-parallel grid, as ``fully_shard`` makes it; where there is a
-    tensor-parallel axis too, that may be in or not.
+    On several ranks it has an owner, is averaged over them by ``replicate``, ``replicate_tp`` or
+    ``DistributedDataParallel``, or is a DTensor over exactly the ranks of the data-parallel grid, as ``fully_shard``
+    makes it; where there is a tensor-parallel axis too, that may be in or not.
     """
     topology = runtime.topology
     if topology.mesh is None or isinstance(param, OwnedTensor):
         return None
-    grid = sorted(topology.ranks or ())
-    if isinstance(param, DTensor):
-        ranks = sorted(param.device_mesh.mesh.flatten().tolist())
-        if ranks in (grid, sorted(topology.data.ranks if topology.data is not None else ())):
-            return None
-        return (
-            f"it is sharded over the ranks {ranks}, but the owners are spread over {grid}: give fully_shard the mesh "
-            "of dedicate_params, for HSDP mesh['shard'] with replicate_mesh=mesh['replicate'] and the whole mesh"
-        )
-    if topology.size == 1 or (runtime.averaging is not None and runtime.averaging.covers(param)):
+    if runtime.averaging is not None and runtime.averaging.covers(param):
         return None
+    if isinstance(param, DTensor) and not (topology.keeps_whole and topology.tensor is not None):
+        return _sharded_elsewhere(topology, param)
+    if topology.size == 1:
+        return None
+    if topology.keeps_whole and topology.tensor is not None:
+        return (
+            "no rank synchronises it: call dmuon.replicate_tp(model, mesh) after dedicate_params_ddp_tp(), before the "
+            "first step"
+        )
     if topology.keeps_whole:
         return (
             "no rank synchronises it: call dmuon.replicate(model, mesh) after dedicate_params_ddp(), or wrap the model "
@@ -107,6 +108,18 @@ def unsynchronised(runtime: Runtime, param: nn.Parameter) -> str | None:
     return (
         "no rank synchronises it: call fully_shard on the modules and at last on the model (or accelerator.prepare), "
         "without it in ignored_params, before the first step"
+    )
+
+
+def _sharded_elsewhere(topology: Topology, param: DTensor) -> str | None:
+    """Why a DTensor is not over the ranks of the grid, or ``None``."""
+    grid = sorted(topology.ranks or ())
+    ranks = sorted(param.device_mesh.mesh.flatten().tolist())
+    if ranks in (grid, sorted(topology.data.ranks if topology.data is not None else ())):
+        return None
+    return (
+        f"it is sharded over the ranks {ranks}, but the owners are spread over {grid}: give fully_shard the mesh "
+        "of dedicate_params, for HSDP mesh['shard'] with replicate_mesh=mesh['replicate'] and the whole mesh"
     )
 
 

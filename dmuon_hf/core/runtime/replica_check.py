@@ -148,7 +148,10 @@ def _held(model: nn.Module, runtime: Runtime) -> Iterator[tuple[str, Tensor, int
     for name, param in model.named_parameters():
         if isinstance(param, OwnedTensor):
             continue
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and topology.keeps_whole:
+            replicated = all(placement.is_replicate() for placement in param.placements)
+            yield name, param.to_local(), 1 if replicated else topology.replica_distance
+        elif isinstance(param, DTensor):
             replicated = any(placement.is_replicate() for placement in param.placements)
             yield name, param.to_local(), topology.replica_distance if replicated else topology.grid.size
         else:

@@ -32,6 +32,7 @@ class _Place:
     slot: tuple[int, int]
     ranks: Sequence[int] | None
     compares_replicas: bool = False
+    keeps_whole: bool = False
     replica_distance: int = 1
     tensor: None = None
 
