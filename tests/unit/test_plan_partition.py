@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import Slot, WorkItem, assign_owners, imbalance
+from dmuon_hf.core.plan import Slot, WorkItem, assign_owners, imbalance, least_possible_load, matrix_cost
+from tests.unit.model_shapes import MODEL_SHAPES, matrices_of
+from tests.unit.partitions import largest_load_of_best
 
 
 def random_items(seed: int, count: int | None = None) -> list[WorkItem]:
@@ -38,6 +40,51 @@ def test_every_item_gets_exactly_one_slot_of_the_mesh(seed: int, strategy: str) 
     owners = assign_owners(items, shard_size=shards, replicate_size=replicas, strategy=strategy)  # type: ignore[arg-type]
     assert list(owners) == [item.name for item in items]
     assert all(0 <= shard < shards and 0 <= replicate < replicas for shard, replicate in owners.values())
+
+
+def model_items(model: str) -> list[WorkItem]:
+    return [
+        WorkItem(name, matrix_cost(shape, spec), shape[0] * shape[1], name.rpartition(".")[0])
+        for name, (shape, spec) in matrices_of(model).items()
+    ]
+
+
+@pytest.mark.parametrize("model", MODEL_SHAPES)
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (8, 1), (64, 1), (1024, 1), (8, 8), (8, 128)])
+def test_owners_of_a_published_model_are_within_2_percent_of_the_bound(model: str, shards: int, replicas: int) -> None:
+    items = model_items(model)
+    owners = assign_owners(items, shard_size=shards, replicate_size=replicas)
+    bound = least_possible_load([item.cost for item in items], shards * replicas)
+    assert max(slot_loads(items, owners, shards, replicas)) <= 1.02 * bound
+
+
+def test_owners_of_a_tiny_model_are_within_2_percent_of_the_bound() -> None:
+    shapes = {"q": 64 * 64, "k": 32 * 64, "up": 160 * 64, "down": 64 * 160}
+    items = [
+        WorkItem(f"{layer}.{name}", 3000 * numel, numel, f"{layer}")
+        for layer in range(24)
+        for name, numel in shapes.items()
+    ]
+    loads = slot_loads(items, assign_owners(items, shard_size=4), 4, 1)
+    assert max(loads) <= 1.02 * least_possible_load([item.cost for item in items], 4)
+
+
+@pytest.mark.parametrize("slots", range(2, 9))
+def test_graham_s_worst_case_of_lpt_is_placed_as_well_as_can_be(slots: int) -> None:
+    costs = [cost for size in range(slots, 2 * slots) for cost in (size, size)] + [slots]
+    items = [WorkItem(f"w{index:02}", cost, 1 << 20, "g") for index, cost in enumerate(costs)]
+    assert max(slot_loads(items, assign_owners(items, shard_size=slots), slots, 1)) == 3 * slots
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_placement_is_close_to_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    slots = rng.randint(2, 4)
+    few = [rng.randint(5, 60) for _ in range(rng.randint(2, 4))]
+    costs = [rng.choice(few) if seed % 2 else rng.randint(5, 60) for _ in range(rng.randint(slots, 11))]
+    items = [WorkItem(f"w{index:02}", cost, 1 << 20, "g") for index, cost in enumerate(costs)]
+    loads = slot_loads(items, assign_owners(items, shard_size=slots), slots, 1)
+    assert max(loads) <= 1.06 * largest_load_of_best(costs, slots)
 
 
 @pytest.mark.parametrize("seed", range(30))

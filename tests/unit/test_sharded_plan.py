@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import LinkCosts, MatrixSpec
+from dmuon_hf.core.plan import LinkCosts, MatrixSpec, least_possible_load, matrix_cost
 from dmuon_hf.core.sharded import ShardedEntry, ShardedPlan, make_sharded_plan
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.layout import Cut, ShardLayout
+from tests.unit.model_shapes import matrices_of
 
 SHARED = LinkCosts(near=0, far=0)
 ALIKE = LinkCosts(near=0, far=1 << 40)
@@ -39,6 +40,44 @@ def plan_of(entries: list[ShardedEntry], **options: object) -> ShardedPlan:
 )
 def test_workers_are_balanced_over_all_ranks(mesh: tuple[int, ...], cuts: tuple[Cut | None, ...]) -> None:
     assert plan_of(llama(mesh, cuts), links=SHARED).imbalance() < 0.1
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b", "gemma-2-9b", "gpt2", "phi-3-mini"])
+@pytest.mark.parametrize(
+    ("mesh", "cuts"),
+    [
+        ((8,), (Cut(0),)),
+        ((64,), (Cut(0),)),
+        ((1024,), (Cut(0),)),
+        ((8, 8), (Cut(0, factor=8), Cut(0))),
+        ((8, 8), (None, Cut(0))),
+    ],
+)
+def test_workers_of_a_published_model_are_within_2_percent_of_the_bound(
+    model: str, mesh: tuple[int, ...], cuts: tuple[Cut | None, ...]
+) -> None:
+    entries = [entry(name, shape, mesh, cuts, spec=spec) for name, (shape, spec) in matrices_of(model).items()]
+    plan = plan_of(entries, links=SHARED)
+    bound = least_possible_load([matrix_cost(one.stored, one.spec) for one in entries], len(plan.ranks))
+    assert max(plan.loads) <= 1.02 * bound
+    assert sum(plan.loads) == sum(matrix_cost(one.stored, one.spec) for one in entries)
+
+
+def test_workers_make_up_for_matrices_that_lie_whole_on_some_ranks() -> None:
+    stack = entry("experts", (6, 1024, 1024), (8,), (Cut(0),))
+    plan = plan_of([stack, *llama((8,), (Cut(0),), layers=16)])
+    assert plan.imbalance() < 0.02
+
+
+def test_matrices_of_all_copies_leave_those_of_every_copy_other_ranks() -> None:
+    """Large matrices have one worker for all copies, small ones one in each."""
+    mesh, cuts = (4, 2), (None, Cut(0))
+    large = [entry(f"large.{index}", (4096, 4096), mesh, cuts) for index in range(4)]
+    plan = plan_of([*large, *(entry(f"small.{index}", (64, 64), mesh, cuts) for index in range(4))])
+    workers = {plan.entries[task.entry].name.partition(".")[0]: set() for task in plan.tasks}
+    for task in plan.tasks:
+        workers[plan.entries[task.entry].name.partition(".")[0]].add(task.worker)
+    assert workers == {"large": {0, 2, 4, 6}, "small": {1, 3, 5, 7}}
 
 
 def test_copies_that_compute_alike_do_the_same() -> None:

@@ -6,6 +6,7 @@ rank, which the ranks confirm by comparing `Plan.digest()`.
 
 from __future__ import annotations
 
+from dmuon_hf.core.plan.bounds import least_possible_load
 from dmuon_hf.core.plan.cost import CostModel, LinkCosts, matrix_cost, newton_schulz_flops, sharing_is_cheaper
 from dmuon_hf.core.plan.matrices import MatrixSpec
 from dmuon_hf.core.plan.names import canonical_name
@@ -25,6 +26,7 @@ __all__ = [
     "assign_owners",
     "canonical_name",
     "imbalance",
+    "least_possible_load",
     "make_plan",
     "matrix_cost",
     "newton_schulz_flops",

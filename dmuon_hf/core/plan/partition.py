@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.plan.bounds import least_possible_load
+from dmuon_hf.core.plan.local_search import Job, LocalSearch, Place
 
 __all__ = ["PACKED_NUMEL", "SMALL_NUMEL", "OwnerStrategy", "Slot", "WorkItem", "assign_owners", "imbalance"]
 
@@ -57,11 +59,12 @@ def assign_owners(
     Args:
         items: in model order, names unique.
         strategy: ``lpt`` places parcels from the costliest to the cheapest, each on the least loaded slot (Graham
-            1969); ``round_robin`` deals them out in model order; ``rank0`` puts all on slot (0, 0).
-        column_balance: lpt first chooses the least loaded shard column, the ranks of one shard index over all
-            replicas, then the least loaded slot of it, so that the traffic inside every shard group is even.
-        pack_small: merge small items of one group into parcels, as long as a parcel stays below a quarter of an
-            even load.
+            1969), and then moves and swaps them as long as that makes the busiest slot less busy; ``round_robin``
+            deals them out in model order; ``rank0`` puts all on slot (0, 0).
+        column_balance: lpt first balances the shard columns, the ranks of one shard index over all replicas, then the
+            slots of each, so that the traffic inside every shard group is even.
+        pack_small: merge small items of one group into parcels, as long as a parcel stays below a 64th of an even
+            load, so that it cannot be seen in the balance.
         max_owners_per_group: at most this many distinct slots for the items of one group.
 
     Returns:
@@ -81,11 +84,14 @@ def assign_owners(
     if len({item.name for item in items}) != len(items):
         raise ConfigurationError("names of the items to place must be unique")
     even_load = sum(item.cost for item in items) // (shard_size * replicate_size)
-    parcels = _pack(items, cost_limit=even_load // 4) if pack_small else [_parcel([item]) for item in items]
+    parcels = _pack(items, cost_limit=even_load // 64) if pack_small else [_parcel([item]) for item in items]
     if strategy == "lpt":
         parcels.sort(key=lambda parcel: (-parcel.cost, parcel.names))
     chooser = _Chooser(shard_size, replicate_size, strategy, column_balance, max_owners_per_group)
-    placed = {name: slot for parcel in parcels for slot in (chooser.place(parcel),) for name in parcel.names}
+    slots = [chooser.place(parcel) for parcel in parcels]
+    if strategy == "lpt":
+        slots = _improved(parcels, slots, shard_size, replicate_size, column_balance, max_owners_per_group)
+    placed = {name: slot for parcel, slot in zip(parcels, slots, strict=True) for name in parcel.names}
     return {item.name: placed[item.name] for item in items}
 
 
@@ -133,6 +139,12 @@ class _LeastLoaded:
     def add(self, index: int, cost: int) -> None:
         self.loads[index] += cost
         heapq.heappush(self._heap, (self.loads[index], index))
+
+    def take(self, cost: int) -> int:
+        """Add ``cost`` to the least loaded index, and return it."""
+        index = self.least()
+        self.add(index, cost)
+        return index
 
 
 class _Chooser:
@@ -189,3 +201,72 @@ class _Chooser:
             return (column, self._in_column[slot[0]].loads[slot[1]], slot)
 
         return min(used, key=load)
+
+
+def _improved(
+    parcels: Sequence[_Parcel],
+    slots: Sequence[Slot],
+    shard_size: int,
+    replicate_size: int,
+    column_balance: bool,
+    cap: int | None,
+) -> list[Slot]:
+    """The slots of parcels after a local search, over columns first where they are to be balanced."""
+    by_column = column_balance and replicate_size > 1
+    if by_column and cap is None:
+        columns = _search(parcels, [shard for shard, _ in slots], shard_size)
+        in_column = [_LeastLoaded(replicate_size) for _ in range(shard_size)]
+        slots = [(shard, in_column[shard].take(parcel.cost)) for parcel, shard in zip(parcels, columns, strict=True)]
+    # Flat as in `_Chooser`, so that a column is every `shard_size`-th slot.
+    flat = [replicate * shard_size + shard for shard, replicate in slots]
+    flat = _search(parcels, flat, shard_size * replicate_size, columns=shard_size if by_column else None, cap=cap)
+    return [(slot % shard_size, slot // shard_size) for slot in flat]
+
+
+def _search(
+    parcels: Sequence[_Parcel], slots: Sequence[int], count: int, *, columns: int | None = None, cap: int | None = None
+) -> list[int]:
+    """Slots after a local search over ``count`` of them.
+
+    Columns get at most a 128th more than the busiest of them has, and a group at most ``cap`` slots.
+    """
+    anywhere: tuple[Place, ...] = tuple((slot,) for slot in range(count))
+    placed: list[Place] = [(slot,) for slot in slots]
+    loads = [0] * count
+    for parcel, slot in zip(parcels, slots, strict=True):
+        loads[slot] += parcel.cost
+    search = LocalSearch(
+        [Job(parcel.cost, anywhere, parcel.group) for parcel in parcels],
+        placed,
+        loads,
+        room=None if columns is None else _room_in_columns(loads, columns),
+        may=None if cap is None else _within_cap([parcel.group for parcel in parcels], placed, cap),
+    )
+    least = least_possible_load([parcel.cost for parcel in parcels], count)
+    search.run(enough=least + least // 1024)
+    return [slot for (slot,) in placed]
+
+
+def _room_in_columns(loads: Sequence[int], columns: int) -> Callable[[Place, Place], int]:
+    """How much more a slot of another column may get."""
+    busiest = max(sum(loads[column::columns]) for column in range(columns))
+    most = busiest + busiest // 128
+
+    def room(here: Place, there: Place) -> int:
+        column = there[0] % columns
+        return loads[here[0]] if here[0] % columns == column else most - sum(loads[column::columns])
+
+    return room
+
+
+def _within_cap(groups: Sequence[str], placed: Sequence[Place], cap: int) -> Callable[[Mapping[int, Place]], bool]:
+    """Whether the groups of parcels that change their place keep to ``cap`` slots."""
+    members: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+
+    def may(changed: Mapping[int, Place]) -> bool:
+        touched = {groups[number] for number in changed}
+        return all(len({changed.get(number, placed[number]) for number in members[group]}) <= cap for group in touched)
+
+    return may

@@ -17,6 +17,7 @@ import torch
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec, imbalance, matrix_cost, sharing_is_cheaper
+from dmuon_hf.core.plan.local_search import Job, LocalSearch, Place
 from dmuon_hf.core.sharded.layout import ShardLayout
 
 __all__ = ["BUCKET_NUMEL", "ShardedEntry", "ShardedPlan", "Task", "make_sharded_plan"]
@@ -139,8 +140,9 @@ def make_sharded_plan(
     """Give every matrix that lies on several ranks a worker among them, and every worker's tasks buckets.
 
     A matrix that lies whole on a rank, also on several, is orthogonalised there; the others go from the costliest to
-    the cheapest to whichever of their ranks has least to do (Graham 1969). A matrix of several copies has one worker,
-    or one in each copy, whichever the cost model finds cheaper (:func:`sharing_is_cheaper`).
+    the cheapest to whichever of their ranks has least to do (Graham 1969), and are then moved and swapped as long as
+    that makes the busiest rank less busy. A matrix of several copies has one worker, or one in each copy, whichever the
+    cost model finds cheaper (:func:`sharing_is_cheaper`).
 
     Args:
         entries: Parameters of all ranks, in an order that all ranks share.
@@ -151,6 +153,8 @@ def make_sharded_plan(
     links = links or LinkCosts()
     loads = dict.fromkeys(ranks, 0)
     pending: list[_Pending] = []
+    # Equal choices as one object, by which matrices that may swap their workers are known.
+    known: dict[tuple[Workers, ...], tuple[Workers, ...]] = {}
     for index, entry in enumerate(entries):
         cost = matrix_cost(entry.stored, entry.spec)
         for member, copies in enumerate(_holders(entry)):
@@ -158,10 +162,12 @@ def make_sharded_plan(
                 for (rank,) in copies:
                     loads[rank] += cost
             else:
-                pending.append(_Pending(cost, index, member, _choices(copies, cost, entry, links)))
+                choices = _choices(copies, cost, entry, links)
+                pending.append(_Pending(cost, index, member, known.setdefault(choices, choices)))
     pending.sort(key=lambda item: (-item.cost, item.entry, item.member))
     least = _LeastLoaded(loads)
-    chosen = [(item, least.take(item.choices, item.cost)) for item in pending]
+    workers = _improved(pending, [least.take(item.choices, item.cost) for item in pending], loads)
+    chosen = zip(pending, workers, strict=True)
     tasks, buckets = _in_buckets(entries, _tasks(entries, chosen), ranks, bucket_numel)
     return ShardedPlan(tuple(entries), tasks, tuple(ranks), buckets, tuple(loads.values()))
 
@@ -193,10 +199,15 @@ def _holders(entry: ShardedEntry) -> list[list[tuple[int, ...]]]:
 def _choices(
     copies: Sequence[tuple[int, ...]], cost: int, entry: ShardedEntry, links: LinkCosts
 ) -> tuple[Workers, ...]:
+    """Who may work: any one rank, or the same one of every copy; of equals the first ones of all copies come first.
+
+    So ranks that work for all copies are the same ones in each, and leave those that work in every copy their own.
+    """
     rows, columns = entry.stored
+    alike = tuple(zip(*copies, strict=True))
     if len(copies) == 1 or sharing_is_cheaper(cost, rows * columns, len(copies), links):
-        return tuple((rank,) for copy in copies for rank in copy)
-    return tuple(zip(*copies, strict=True))
+        return tuple((rank,) for ranks in alike for rank in ranks)
+    return alike
 
 
 class _LeastLoaded:
@@ -221,6 +232,23 @@ class _LeastLoaded:
 
     def _load(self, workers: Workers) -> int:
         return max(self._loads[rank] for rank in workers)
+
+
+def _improved(pending: Sequence[_Pending], workers: Sequence[Workers], loads: dict[int, int]) -> list[Workers]:
+    """The workers of each matrix after a local search, which brings ``loads`` up to date."""
+    position = {rank: number for number, rank in enumerate(loads)}
+    options = {
+        id(choices): tuple(tuple(position[rank] for rank in choice) for choice in choices)
+        for choices in {id(item.choices): item.choices for item in pending}.values()
+    }
+    placed: list[Place] = [tuple(position[rank] for rank in of_item) for of_item in workers]
+    values = list(loads.values())
+    search = LocalSearch([Job(item.cost, options[id(item.choices)]) for item in pending], placed, values)
+    mean = -(-sum(values) // len(values))
+    search.run(enough=mean + mean // 1024)
+    ranks = list(loads)
+    loads.update(zip(ranks, values, strict=True))
+    return [tuple(ranks[number] for number in place) for place in placed]
 
 
 def _tasks(entries: Sequence[ShardedEntry], chosen: Iterable[tuple[_Pending, Workers]]) -> list[Task]:
