@@ -12,9 +12,11 @@ from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.core.runtime import Runtime, runtime_of
 from dmuon_hf.loaded_shards import is_loaded_in_shards
 from dmuon_hf.presets import Route, routes
+from dmuon_hf.text_table import joined, text_table
 
 __all__ = ["describe"]
 
+_SHOWN_OWNERS = 32
 _HEADER = ("parameter", "shape", "route", "group", "lr", "decay", "layout", "owner", "why")
 
 
@@ -22,9 +24,10 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """Table of every parameter: route, group, learning rate, weight decay, logical matrices, owner and reason.
 
     Local: any rank may call it, and all get the same text. Without an optimizer, or before `accelerator.prepare`, the
-    columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row;
-    their owners are listed as `shard` or `shard/replicate` coordinates. The learning rate is the one before any
-    schedule.
+    columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row, and
+    so do the like vectors of a layer; owners are listed as `shard` or `shard/replicate` coordinates. The learning rate
+    is the one before any schedule. No line is longer than 120 characters: cells are wrapped in their column, and
+    a name that is too long stands above its row.
 
     Args:
         model: the model, before or after it is prepared.
@@ -54,7 +57,38 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         )
         rows.setdefault(cells, []).append(owner)
     lines = [(*cells[:-1], _distinct(owners), cells[-1]) for cells, owners in rows.items()]
-    return "\n".join([_summary(model, table, runtime), "", *_aligned([_HEADER, *lines])])
+    return "\n".join([*_summary(model, table, runtime), "", *text_table([_HEADER, *_folded(lines)])])
+
+
+def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """`rows` with the vectors of one layer in one row, where names differ in one part and all else is the same."""
+    folded: list[tuple[list[tuple[str, ...]], tuple[str, ...]]] = []
+    for name, *cells in rows:
+        parts: list[tuple[str, ...]] = [(part,) for part in name.split(".")]
+        is_vector = "*" in name and "x" not in cells[0]
+        for index, (others, same) in enumerate(folded if is_vector else ()):
+            merged = _merged(others, parts) if same == tuple(cells) else None
+            if merged is not None:
+                folded[index] = (merged, same)
+                break
+        else:
+            folded.append((parts, tuple(cells)))
+    return [(".".join(map(_braced, parts)), *cells) for parts, cells in folded]
+
+
+def _merged(first: list[tuple[str, ...]], second: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
+    """One name for two that differ in one part, None for others."""
+    if len(first) != len(second):
+        return None
+    different = [index for index, (one, other) in enumerate(zip(first, second, strict=True)) if one != other]
+    if len(different) != 1:
+        return None
+    (place,) = different
+    return [*first[:place], first[place] + second[place], *first[place + 1 :]]
+
+
+def _braced(part: tuple[str, ...]) -> str:
+    return part[0] if len(part) == 1 else "{" + ",".join(part) + "}"
 
 
 def _owner(runtime: Runtime | None, name: str) -> str:
@@ -88,22 +122,32 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     return {name: group for name, group in named if group is not None}
 
 
-def _summary(model: nn.Module, table: dict[str, Route], runtime: Any) -> str:
+def _summary(model: nn.Module, table: dict[str, Route], runtime: Any) -> list[str]:
     sizes = {canonical_name(name, model): parameter.numel() for name, parameter in model.named_parameters()}
-    parts = []
+    everything = max(1, sum(sizes.values()))
+    counts, shares = [], []
     for route in ("muon", "adamw", "frozen"):
         names = [name for name, entry in table.items() if entry.route == route]
         if names:
-            parts.append(f"{route} {len(names)} parameters ({sum(sizes[name] for name in names):,} elements)")
-    text = f"{type(model).__name__}: " + ", ".join(parts)
-    if runtime is not None and runtime.topology.is_distributed:
-        topology = runtime.topology
-        loads: dict[Any, int] = {}
-        for dedicated in runtime.dedicated.values():
-            loads[dedicated.owner_rank] = loads.get(dedicated.owner_rank, 0) + dedicated.numel
-        owned = ", ".join(f"{_coordinate(owner)}: {loads[owner]:,}" for owner in sorted(loads))
-        text += f"\nowners on {topology.shard_size} shards x {topology.replicate_size} replicas, elements each: {owned}"
-    return text
+            elements = sum(sizes[name] for name in names)
+            counts.append(f"{route} {len(names)} parameters ({elements:,} elements)")
+            shares.append(f"{route} {100 * elements / everything:.1f} %")
+    lines = [*joined(f"{type(model).__name__}: ", counts), *joined("of the elements: ", shares)]
+    return lines if runtime is None or not runtime.topology.is_distributed else [*lines, *_owned(runtime)]
+
+
+def _owned(runtime: Runtime) -> list[str]:
+    """What each owner has; of many owners only the least and the most."""
+    topology = runtime.topology
+    loads: dict[Any, int] = {}
+    for dedicated in runtime.dedicated.values():
+        loads[dedicated.owner_rank] = loads.get(dedicated.owner_rank, 0) + dedicated.numel
+    if len(loads) > _SHOWN_OWNERS:
+        owned = [f"{min(loads.values()):,} to {max(loads.values()):,} on {len(loads)} owners"]
+    else:
+        owned = [f"{_coordinate(owner)}: {loads[owner]:,}" for owner in sorted(loads)]
+    head = f"owners on {topology.shard_size} shards x {topology.replicate_size} replicas, elements each: "
+    return joined(head, owned)
 
 
 def _layout(spec: MatrixSpec | None, shape: tuple[int, ...]) -> str:
@@ -130,9 +174,3 @@ def _distinct(owners: Iterable[str]) -> str:
     """Distinct owners in order of appearance, at most six of them."""
     distinct = list(dict.fromkeys(owner for owner in owners if owner))
     return " ".join(distinct[:6]) + (" ..." if len(distinct) > 6 else "")
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    widths = {column: max(len(row[column]) for row in rows) for column in used}
-    return ["  ".join(row[column].ljust(widths[column]) for column in used).rstrip() for row in rows]

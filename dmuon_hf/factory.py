@@ -17,6 +17,7 @@ from torch import nn
 
 import dmuon_hf.core as dmuon
 from dmuon_hf import checks
+from dmuon_hf.announcement import announce_at_first_step
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
@@ -215,6 +216,7 @@ def create_optimizer(
     )
     if settings.momentum_schedule is not None:
         scheduled_momentum(optimizer, settings.momentum_of())
+    announce_at_first_step(model, optimizer)
     return optimizer
 
 

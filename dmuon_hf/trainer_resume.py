@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmuon_hf import checkpoint_files as files
+from dmuon_hf.announcement import announce
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.prepare import muon_of
 from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh, saved_whole
@@ -138,9 +139,14 @@ def _advance(scheduler: Any, steps: int) -> None:
 def prepare_for_training(
     original: Callable[..., Any], trainer: Any, max_steps: int, loader: Any, checkpoint: Any
 ) -> Any:
-    """`Trainer._prepare_for_training`: no run is resumed with momentum of zero, whatever a subclass did. Collective."""
+    """`Trainer._prepare_for_training`: say what is trained how.
+
+    No run is resumed with momentum of zero, whatever a subclass did. Collective.
+    """
     result = original(trainer, max_steps, loader, checkpoint)
     optimizer = muon_of(trainer.optimizer)
+    if optimizer is not None:
+        announce(trainer.model, optimizer, silent=trainer.args.log_level in ("error", "critical"))
     if checkpoint is None or optimizer is None or trainer.state.global_step == 0:
         return result
     if optimizer_state_is_fresh(trainer.model, optimizer):

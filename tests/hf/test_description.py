@@ -61,3 +61,25 @@ def test_frozen_weight_is_in_no_group() -> None:
     text = describe(model, optimizer)
     assert "frozen 1 parameters (8,192 elements)" in text
     assert _row(text, "lm_head.weight")[2:] == ["frozen", "requires_grad", "is", "False"]
+
+
+def test_like_vectors_of_a_layer_share_a_row_and_shares_are_given() -> None:
+    text = describe(tiny_llama())
+    assert _row(text, "model.layers.*.{input_layernorm,post_attention_layernorm}.weight")
+    assert "of the elements: muon 78.6 %, adamw 21.4 %" in text.splitlines()
+
+
+def test_no_line_of_a_vision_language_model_is_longer_than_a_page() -> None:
+    text_config = tf.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    vision_config = tf.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14
+    )
+    model = tf.LlavaForConditionalGeneration(tf.LlavaConfig(text_config=text_config, vision_config=vision_config))
+    optimizer = create_optimizer(
+        model, lr=1e-3, param_groups={"model.vision_tower.encoder.layers.*": {"lr_factor": 0.1}}, scalar_lr=1e-3
+    )
+    lines = describe(model, optimizer).splitlines()
+    assert max(map(len, lines)) <= 120
+    # Both towers and the projector, with whole names.
+    for name, count in (("vision_tower.encoder.layers.*", 1), ("language_model.layers.*", 1)):
+        assert sum(line.startswith(f"model.{name}.self_attn.q_proj.weight") for line in lines) == count

@@ -396,6 +396,11 @@ class Muon(Optimizer):
         return self._bound.runtime
 
     @property
+    def newton_schulz(self) -> NewtonSchulz:
+        """What orthogonalises."""
+        return self._orthogonalize
+
+    @property
     def sources(self) -> tuple[MatrixSource, ...]:
         """Where the matrices of the muon route are."""
         return self._bound.sources
