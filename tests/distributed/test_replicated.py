@@ -483,6 +483,8 @@ def _wrapped(rank: int, world: int) -> None:
         dmuon.replicate(wrapped, mesh)
     with pytest.raises(dmuon.ConfigurationError, match="before DistributedDataParallel"):
         dmuon.dedicate_params_ddp(DistributedDataParallel(make_model("mlp")), mesh, is_matrix)
+    with pytest.raises(dmuon.ConfigurationError, match="a part of the model"):
+        DistributedDataParallel(dedicated(world)[0].layers[0])
 
 
 def _nobody_synchronises(rank: int, world: int) -> None:

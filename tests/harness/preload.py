@@ -30,6 +30,7 @@ MODULES = (
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.optim.adamw",
     "torch.utils.checkpoint",
+    "torch.distributed.pipelining",
     "safetensors.torch",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",

@@ -8,6 +8,7 @@ bucket leaves and never over the order. Late buckets, which hold what no unit ho
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
 from dmuon_hf.core.replicated.bucket import GradBucket
 from dmuon_hf.core.runtime.compiling import untraced
+from dmuon_hf.core.runtime.pipelining import follow_pipelining, lead_through_stages
 from dmuon_hf.core.runtime.schedule import graph_task
 from dmuon_hf.core.runtime.watch import differentiable_tensors
 
@@ -55,6 +57,7 @@ class GradientAveraging:
         self._on_output = untraced(lambda _: self._begin())
         root.register_forward_pre_hook(untraced(self._pre_forward))
         root.register_forward_hook(untraced(self._post_forward))
+        lead_through_stages(self)
 
     def add(self, buckets: Iterable[GradBucket], *, late: bool) -> None:
         """Average the gradients of these, too; ``late`` ones at the end of the pass."""
@@ -87,12 +90,33 @@ class GradientAveraging:
             return True
         return any(param is other for wrapper in self._wrappers for other in wrapper._module_parameters)
 
+    # -- stages of a pipeline -----------------------------------------------------------------------------------------
+
+    def averages(self, module: nn.Module) -> bool:
+        """Whether the gradient of a parameter at or below ``module`` is averaged here."""
+        averaged = {id(param) for _, param in self.params()}
+        return any(id(param) in averaged for param in module.parameters())
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """Context of the backward pass of a microbatch: gradients are averaged in the last one of a batch.
+
+        ``DistributedDataParallel`` does so too, although all forwards run under its ``no_sync``.
+        """
+        required, self.requires_sync = self.requires_sync, self.requires_sync and last
+        self._wrappers_sync = True
+        try:
+            yield
+        finally:
+            self.requires_sync = required
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: Any) -> None:
         if module is not self._root() or graph_task() != -1:
             return
         self.abandon()
+        follow_pipelining()
         if torch.is_grad_enabled():
             # DistributedDataParallel decides in forward, too, whether the backward of it will reduce.
             self._wrappers_sync = all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
@@ -121,6 +145,8 @@ class GradientAveraging:
 
     def _begin(self) -> None:
         if not self.active:
+            # A container of several stages has no forward in which to do so.
+            follow_pipelining()
             self.active = True
             self._cursor = self._unfinished = 0
             Variable._execution_engine.queue_callback(self._end)

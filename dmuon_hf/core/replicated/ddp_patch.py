@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.replicated.averaging import GradientAveraging
+from dmuon_hf.core.runtime.pipelining import averagings_of
 from dmuon_hf.core.runtime.runtime import Runtime, runtime_of
 
 __all__ = ["install_ddp_patch", "uninstall_ddp_patch"]
@@ -32,6 +33,12 @@ def install_ddp_patch() -> None:
 
     def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         runtime = runtime_of(module)
+        if runtime is None and averagings_of(module):
+            raise ConfigurationError(
+                "DistributedDataParallel got a part of the model that dedicate_params_ddp() was called on, whose "
+                "gradients are averaged already: wrap that whole model, or call dmuon.replicate(model, mesh) instead, "
+                "which also takes several pipeline stages in one ModuleList"
+            )
         if runtime is None or not runtime.topology.is_distributed:
             original(self, module, *args, **kwargs)
             return

@@ -24,13 +24,17 @@ from dmuon_hf.core.runtime.compiling import untraced_once_called
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_grads import follow_requires_grad, refuse_converted
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
+from dmuon_hf.core.runtime.fsdp_units import group_hooks
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
+from dmuon_hf.core.runtime.schedule import BackwardPass, graph_task
+from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["install_patch", "uninstall_patch"]
 
 # The functions that it imports are no declared part of it.
 _fsdp_param_group: Any = _param_group_module
 _ABSENT = object()
+_FINAL_CALLBACK = "_root_post_backward_final_callback"
 # What was replaced: (owner, attribute, original), in order.
 _replaced: list[tuple[Any, str, Any]] = []
 _register_forward_method = types.FunctionType(register_fsdp_forward_method.__code__, _fully_shard.__dict__)
@@ -42,8 +46,9 @@ def install_patch() -> None:
 
     ``fully_shard`` skips them; the public methods of ``FSDPModule`` and ``register_fsdp_forward_method`` act on them
     (:mod:`fsdp_methods`); the containers of a caller stay its own (:mod:`fsdp_inputs`); FSDP2's gathers and reductions
-    are noted for the comparison of ranks that wait for each other; ranks meet before one of them differs; and FSDP2's
-    refusal of weights on meta is worded as the runtime does its own.
+    are noted for the comparison of ranks that wait for each other; ranks meet before one of them differs; the end of a
+    pass that a pipeline schedule calls for reduces owned gradients too; and FSDP2's refusal of weights on meta is
+    worded as the runtime does its own.
     """
     if _replaced:
         return
@@ -57,6 +62,7 @@ def install_patch() -> None:
     state = _fsdp_state.FSDPState
     _replace(state, "_cast_forward_inputs", fsdp_inputs.casting(state._cast_forward_inputs))
     _replace(state, "_cast_output_dtype", fsdp_inputs.bringing_back(state._cast_output_dtype))
+    _replace(state, _FINAL_CALLBACK, _reducing_what_was_kept(getattr(state, _FINAL_CALLBACK)))
     _replace(group, "_validate_no_meta_params", _naming_meta(group._validate_no_meta_params))
     _replace(group, "_backward_prefetch", _after(check_order, group._backward_prefetch))
     _replace(group, "post_backward", _after(check_reduced, group.post_backward))
@@ -132,6 +138,25 @@ def _after(check: Callable[[Any], None], original: Callable[..., None]) -> Calla
         original(group, *args)
 
     return untraced_once_called(checked)
+
+
+def _reducing_what_was_kept(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The end of a backward pass, which pipeline schedules call by themselves after the passes of all microbatches.
+
+    FSDP2 then reduces what it has kept since ``set_requires_gradient_sync(False)``; so do the units of its modules.
+    """
+
+    def final_callback(state: Any) -> None:
+        original(state)
+        if graph_task() == -1:
+            kept: dict[BackwardPass, list[Unit]] = {}
+            for each in state._state_ctx.all_states:
+                for hooks in group_hooks(each._modules):
+                    kept.setdefault(hooks.backward, []).append(hooks.unit)
+            for backward, units in kept.items():
+                backward.reduce_kept(units)
+
+    return untraced_once_called(final_callback)
 
 
 def _noting_gathers(all_gather: Callable[..., Any]) -> Callable[..., Any]:

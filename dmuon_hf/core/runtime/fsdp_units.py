@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from dmuon_hf.core.runtime.runtime import Runtime
     from dmuon_hf.core.runtime.unit import Unit
 
-__all__ = ["group_hooks", "group_units", "in_dedicated_model", "note_root", "note_unit", "runtimes_below"]
+__all__ = [
+    "group_hooks",
+    "group_units",
+    "hooks_below",
+    "in_dedicated_model",
+    "note_root",
+    "note_unit",
+    "runtimes_below",
+]
 
 _HOOKS = "_dmuon_unit_hooks"
 _ROOT = "_dmuon_root_runtime"
@@ -64,6 +72,12 @@ def group_hooks(modules: Iterable[nn.Module]) -> list[UnitHooks]:
     """The hooks of :func:`group_units`."""
     found = {hooks.unit.index: hooks for module in modules for part in _own(module) for hooks in _noted(part)}
     return [found[index] for index in sorted(found)]
+
+
+def hooks_below(module: nn.Module) -> list[UnitHooks]:
+    """The hooks of all units with a weight at or below ``module``."""
+    found = {id(hooks): hooks for part in module.modules() for hooks in _noted(part)}
+    return list(found.values())
 
 
 def _noted(module: nn.Module) -> list[UnitHooks]:

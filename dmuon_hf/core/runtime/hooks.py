@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from dmuon_hf.core.runtime.compiling import refuse_cuda_graphs, untraced
 from dmuon_hf.core.runtime.fsdp_units import note_unit
 from dmuon_hf.core.runtime.owned_tensor import GradHook
+from dmuon_hf.core.runtime.pipelining import follow_pipelining
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
 from dmuon_hf.core.runtime.states import GradState
 from dmuon_hf.core.runtime.unit import Unit
@@ -42,6 +43,7 @@ class UnitHooks:
         in_backward = graph_task() != -1
         if not in_backward:
             self.backward.abandon()
+            follow_pipelining()
         if module._compiled_call_impl is not self._compiled:
             # Before the first forward, and after module.compile().
             self._compiled = module._compiled_call_impl

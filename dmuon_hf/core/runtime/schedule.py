@@ -10,7 +10,8 @@ ranks. So the sequence of collectives follows from the program, not from what it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -111,6 +112,7 @@ class BackwardPass:
         self._delay_second_stage = delay_second_stage
         self._cursor = -1
         self._draining: Unit | None = None
+        self._left_alone: Collection[Unit] = ()
         self.active = False
         self.interrupted = False
         self.synchronised = 0
@@ -148,13 +150,18 @@ class BackwardPass:
 
     def _end(self) -> None:
         while self._cursor >= 0:
-            self._launch(self._units[self._cursor])
+            if self._units[self._cursor] not in self._left_alone:
+                self._launch(self._units[self._cursor])
             self._cursor -= 1
+        self._finish([unit for unit in reversed(self._units) if unit not in self._left_alone])
+        self.active = False
+
+    def _finish(self, units: Sequence[Unit]) -> None:
         if self._draining is not None:
             self._finish_first(self._draining)
             self._draining = None
         synchronised = False
-        for unit in reversed(self._units):
+        for unit in units:
             if unit.requires_sync:
                 unit.finish_reduction()
                 synchronised = True
@@ -162,7 +169,23 @@ class BackwardPass:
                 unit.keep_grads()
             unit.end_pass()
         self.synchronised += synchronised
-        self.active = False
+
+    @contextlib.contextmanager
+    def only(self, units: Collection[Unit]) -> Iterator[None]:
+        """Context of a pass through a part of the model alone, known before: the other units are not reduced in it."""
+        self._left_alone = [unit for unit in self._units if unit not in units]
+        try:
+            yield
+        finally:
+            self._left_alone = ()
+
+    def reduce_kept(self, units: Collection[Unit]) -> None:
+        """Reduce what passes under ``no_sync`` have kept of ``units``, outside of a pass. Collective (shard group)."""
+        waiting = [unit for unit in reversed(self._units) if unit in units]
+        waiting = [unit for unit in waiting if unit.requires_sync and unit.grads.has_unreduced_passes]
+        for unit in waiting:
+            self._launch(unit)
+        self._finish(waiting)
 
     def abandon(self) -> None:
         """Drop a pass that an exception ended midway, if there was one. Does nothing inside a pass."""
