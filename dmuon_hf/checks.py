@@ -7,7 +7,7 @@ optimizer or to another mode.
 from __future__ import annotations
 
 import os
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.boundaries import embeddings
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.loaded_shards import check_loaded_shards, is_loaded_in_shards
 from dmuon_hf.survey import Survey
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_any_muon",
+    "check_any_owned",
     "check_launch",
     "check_model",
     "check_shared_parameters",
@@ -67,6 +69,15 @@ def check_any_muon(model: nn.Module, specs: Sized) -> None:
         raise ConfigurationError(
             f"no trainable parameter of {type(model).__name__} is routed to Muon, so this would be plain AdamW. Print "
             "dmuon_hf.routes(model) to see why, and pass routes={pattern: 'muon'} or predicate= to choose matrices"
+        )
+
+
+def check_any_owned(model: nn.Module, specs: Mapping[str, MatrixSpec]) -> None:
+    """Refuse to share out a model of which Muon updates nothing but stacks, which have no owner where it is sharded."""
+    if all(model.get_parameter(name).ndim == 3 for name in specs):
+        raise ConfigurationError(
+            f"of {type(model).__name__} nothing but stacks of matrices is routed to Muon, such as {next(iter(specs))}: "
+            "leave at least one linear weight of a block on Muon"
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.core.runtime import Runtime, runtime_of
-from dmuon_hf.loaded_shards import is_loaded_in_shards
+from dmuon_hf.prepare import muon_of
 from dmuon_hf.presets import Route, routes
 from dmuon_hf.text_table import joined, text_table
 
@@ -35,11 +35,10 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """
     table = routes(model)
     runtime = runtime_of(model)
-    if runtime is not None:
-        table = {name: _as_dedicated(route, runtime.dedicated.get(name)) for name, route in table.items()}
+    specs = _specs_in_use(runtime, optimizer)
+    if specs is not None:
+        table = {name: _as_used(route, specs.get(name)) for name, route in table.items()}
     groups = _groups(model, optimizer)
-    if runtime is None and is_loaded_in_shards(model):
-        table = {name: _as_grouped(route, groups.get(name)) for name, route in table.items()}
     rows: dict[tuple[str, ...], list[str]] = {}
     for raw_name, parameter in model.named_parameters():
         name = canonical_name(raw_name, model)
@@ -98,19 +97,22 @@ def _owner(runtime: Runtime | None, name: str) -> str:
     return _coordinate(runtime.dedicated[name].owner_rank)
 
 
-def _as_dedicated(route: Route, dedicated: Any) -> Route:
-    """What really is dedicated, which a predicate may have chosen against the presets."""
-    if dedicated is not None:
-        reason = route.reason if route.route == dedicated.route else "chosen by the caller"
-        return Route(dedicated.route, dedicated.spec if dedicated.route == "muon" else None, reason)
+def _specs_in_use(runtime: Runtime | None, optimizer: torch.optim.Optimizer | None) -> dict[str, MatrixSpec] | None:
+    """Logical matrices of what Muon really updates, by canonical name; None where nobody has chosen yet."""
+    muon = muon_of(optimizer)
+    if muon is not None:
+        return {name: spec for source in muon.sources for name, spec in source.specs.items()}
+    if runtime is None:
+        return None
+    owned = {name: matrix.spec for name, matrix in runtime.dedicated.items() if matrix.route == "muon"}
+    return owned | dict(runtime.stacks)
+
+
+def _as_used(route: Route, spec: MatrixSpec | None) -> Route:
+    """What a parameter's route really is, which a predicate may have chosen against the presets."""
+    if spec is not None:
+        return Route("muon", spec, route.reason if route.route == "muon" else "chosen by the caller")
     return Route("adamw", None, "chosen by the caller") if route.route == "muon" else route
-
-
-def _as_grouped(route: Route, group: dict[str, Any] | None) -> Route:
-    """What the optimizer really does with a parameter that stays where it is."""
-    if group is None or group["route"] == route.route:
-        return route
-    return Route(group["route"], None, "chosen by the caller")
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:

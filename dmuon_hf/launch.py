@@ -53,6 +53,7 @@ class Launch:
             assert self.shard_mesh is not None
             dmuon.dedicate_params_ddp(model, self.shard_mesh, **selection)
             return
+        checks.check_any_owned(model, specs)
         dmuon.dedicate_params(
             model,
             self.shard_mesh,

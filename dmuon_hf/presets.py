@@ -2,9 +2,8 @@
 
 The route follows from the role of a parameter (`roles.py`), the layout of a fused weight from its family
 (`families.py`) or from the caller, never from the number of dimensions or from a name alone. Muon takes the weights of
-linear layers inside transformer blocks. AdamW takes embeddings, output heads, whatever lies outside the blocks,
-routers, norms, biases and vectors. Stacks of experts are Muon's where they stay sharded as transformers loaded them
-(`experts.py`), and AdamW's elsewhere in this release.
+linear layers inside transformer blocks and the stacks of experts (`stacks.py`), each expert by itself. AdamW takes
+embeddings, output heads, whatever lies outside the blocks, routers, norms, biases and vectors.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
-from dmuon_hf.experts import expert_stacks
 from dmuon_hf.families import layout_of
 from dmuon_hf.fused import is_split_by
 from dmuon_hf.layouts import Projection, each_head, named_layout, projection_of
-from dmuon_hf.loaded_shards import is_loaded_in_shards
+from dmuon_hf.roles import EXPERTS, UNSAID_PROJECTION, Role
+from dmuon_hf.stacks import known_stacks
 from dmuon_hf.survey import Survey, survey
 
 __all__ = ["Route", "RouteName", "muon_specs", "routes"]
@@ -114,16 +113,15 @@ class _Context:
         self._found = found
         self._layouts = layouts
         self._per_head = per_head
-        # They are updated where they lie; owners of stacks are not built.
-        self._stacks = expert_stacks(found.model) if is_loaded_in_shards(found.model) else {}
+        self._stacks = known_stacks(found.model)
 
     def default_route(self, name: str, parameter: nn.Parameter) -> Route:
         """The route without predicate and overrides."""
         if not parameter.requires_grad:
             return Route("frozen", None, "requires_grad is False")
-        if name in self._stacks:
-            return self._stack(name, parameter, "linear weights of experts")
         role = self._found.roles[name]
+        if self._is_stack(name, parameter):
+            return self._stack(name, parameter, f"linear weights of {_members(role)}")
         if role.kind != "projection":
             return Route("adamw", None, role.reason)
         return self._muon(name, parameter, role.reason)
@@ -134,12 +132,13 @@ class _Context:
             return Route("adamw", None, source)
         if target != "muon":
             raise ConfigurationError(f"{source} sends {name!r} to {target!r}; choose 'muon' or 'adamw'")
-        if name in self._stacks:
+        if self._is_stack(name, parameter):
             return self._stack(name, parameter, source)
         if parameter.ndim != 2 or min(parameter.shape) == 1:
             raise ConfigurationError(
                 f"{source} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which updates matrices with at "
-                "least two rows and two columns; route it to 'adamw'"
+                "least two rows and two columns; route it to 'adamw', or give the MatrixSpec of one matrix of a stack "
+                "(count, out, in) in layouts={name: ...}"
             )
         return self._muon(name, parameter, source)
 
@@ -150,15 +149,22 @@ class _Context:
         if unused:
             raise ConfigurationError(f"these layouts match no weight that Muon updates: {unused}")
 
+    def _is_stack(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter stores several matrices of one shape, whose layout is known or said by the caller."""
+        return name in self._stacks or (parameter.ndim == 3 and self._said(name) is not None)
+
     def _stack(self, name: str, parameter: nn.Parameter, reason: str) -> Route:
-        """The route of a stack of experts, with the layout of each of them."""
+        """The route of a stack, with the layout of each of its members."""
         said = self._said(name)
         if isinstance(said, str):
             raise ConfigurationError(
-                f"layouts= says {said!r} of {name!r}, a stack of experts: give the MatrixSpec of one expert"
+                f"layouts= says {said!r} of {name!r}, a stack of matrices: give the MatrixSpec of one expert"
             )
         spec = self._stacks[name] if said is None else said
-        spec.validate(tuple(parameter.shape[1:]))
+        try:
+            spec.validate(tuple(parameter.shape[1:]))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"layouts= of {name!r} does not fit one of its matrices: {error}") from error
         return Route("muon", spec, reason)
 
     def _muon(self, name: str, parameter: nn.Parameter, reason: str) -> Route:
@@ -195,9 +201,14 @@ def _report(model: nn.Module, table: Mapping[str, Route]) -> None:
     if model in _reported or (dist.is_initialized() and dist.get_rank() != 0):
         return
     _reported.add(model)
-    stacks = [name for name, route in table.items() if route.reason == "stack of matrices (experts)"]
+    stacks = [name for name, route in table.items() if route.reason in (EXPERTS, UNSAID_PROJECTION)]
     if stacks:
-        logger.warning("%d expert stacks are updated by AdamW in this release, first %s", len(stacks), stacks[0])
+        logger.warning(
+            "%d weights of experts or projections are updated by AdamW, since how their matrices lie is not known here "
+            "or no MatrixSpec says it, first %s",
+            len(stacks),
+            stacks[0],
+        )
     fused = [name for name, route in table.items() if route.reason == _UNKNOWN_LAYOUT]
     if fused:
         logger.warning(
@@ -206,6 +217,10 @@ def _report(model: nn.Module, table: Mapping[str, Route]) -> None:
             len(fused),
             fused[0],
         )
+
+
+def _members(role: Role) -> str:
+    return "experts" if role.kind == "expert stack" else "heads"
 
 
 def muon_specs(table: Mapping[str, Route]) -> dict[str, MatrixSpec]:

@@ -16,8 +16,9 @@ from torch import nn
 from dmuon_hf.boundaries import HookBoundaries
 from dmuon_hf.core.hook_boundaries import ancestors
 from dmuon_hf.linears import is_linear
+from dmuon_hf.stacks import UNSAID
 
-__all__ = ["Role", "RoleKind", "config_around", "role_of"]
+__all__ = ["EXPERTS", "UNSAID_PROJECTION", "Role", "RoleKind", "config_around", "role_of"]
 
 RoleKind = Literal["projection", "expert stack", "router", "embedding", "other"]
 
@@ -31,7 +32,9 @@ class Role:
 
 
 _PROJECTION = Role("projection", "linear weight in a block")
-_EXPERTS = Role("expert stack", "stack of matrices (experts)")
+EXPERTS = "stack of matrices (experts)"
+UNSAID_PROJECTION = "projection stored in three dimensions"
+_EXPERTS = Role("expert stack", EXPERTS)
 
 _ROUTER_NAMES = frozenset({"gate", "shared_expert_gate", "router", "classifier_gate"})
 _HEAD_COUNT = re.compile(r"^(n|num)_(\w+_)?heads?$|^heads$")
@@ -86,6 +89,8 @@ def _stack_role(name: str, leaf: str, modules: Mapping[str, nn.Module]) -> Role:
     holder_name = name.rpartition(".")[0]
     if _is_expert(holder_name, modules):
         return _EXPERTS
+    if any(f"{kind.__name__}.{leaf}" in UNSAID for kind in type(modules[holder_name]).__mro__):
+        return Role("other", UNSAID_PROJECTION)
     return Role("other", f"3-D {leaf} of a {type(modules[holder_name]).__name__}")
 
 

@@ -1,4 +1,4 @@
-"""Expert stacks: where a shard holds whole experts nothing travels, beside owned matrices as alone."""
+"""Expert stacks: where a shard holds whole experts nothing travels; under replication a stack has one owner."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def inside_experts(param: nn.Parameter) -> Shard:
     return Shard(1) if param.shape[1] == 2 * INNER else Shard(2)
 
 
-MODES = ("owned", "owned_hsdp", "dedicated_stacks", "sharded", "cut", "one_process")
-OWNED = ("owned", "owned_hsdp", "dedicated_stacks")
+MODES = ("owned", "owned_hsdp", "dedicated_stacks", "replicated", "sharded", "cut", "one_process")
+OWNED = ("owned", "owned_hsdp", "dedicated_stacks", "replicated")
 
 
 def prepare(mode: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
@@ -88,6 +88,9 @@ def prepare(mode: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
         return model, dmuon.Muon(model, predicate=lambda *_: True, matrix_spec_fn=spec_of, **HYPER)
     hsdp = mode == "owned_hsdp"
     mesh = init_device_mesh("cpu", (2, world // 2) if hsdp else (world,), mesh_dim_names=("r", "s") if hsdp else ("s",))
+    if mode == "replicated":
+        dmuon.dedicate_params_ddp(model, mesh, lambda *_: True, matrix_spec_fn=spec_of)
+        return model, dmuon.Muon(model, **HYPER)
     if mode in OWNED:
         every = mode == "dedicated_stacks"
         dmuon.dedicate_params(
@@ -168,6 +171,27 @@ def test_experts_train_like_one_process_and_idle_ones_are_left_alone(mode: str) 
         assert all(result["sent"] == 0 for result in results)
     else:
         assert (sum(result["sent"] for result in results) > 0) == (world > 1)
+
+
+def owners(rank: int, world: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Owner of every matrix and stack, and the elements of momentum that this rank keeps."""
+    model = mixture()
+    mesh = init_device_mesh("cpu", (world,))
+    owned = dmuon.dedicate_params_ddp(model, mesh, lambda *_: True, matrix_spec_fn=spec_of)
+    optimizer = dmuon.Muon(model, **HYPER)
+    names = {param: name for name, param in model.named_parameters()}
+    kept = {names[p]: optimizer.state[p]["momentum_buffer"].to_local().numel() for p in owned}
+    return {names[p]: owner for p, owner in owned.items()}, kept
+
+
+def test_replicated_stack_has_one_owner_whose_load_counts_its_members() -> None:
+    results = run_ranks(owners, 2)
+    for rank, (owned, kept) in enumerate(results):
+        for name, param in mixture().named_parameters():
+            assert kept[name] == (param.numel() if owned[name] == rank else 0)
+    # Two stacks of six outweigh whatever else there is, so each layer's go to different ranks.
+    owned = results[0][0]
+    assert owned["layers.0.gate_up"] != owned["layers.1.gate_up"]
 
 
 def test_stacks_alone_need_no_dedication() -> None:

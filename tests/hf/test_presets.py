@@ -71,20 +71,31 @@ def test_qwen3_next_splits_every_fused_projection_and_keeps_values_per_head_on_a
         "layers.0.linear_attn.conv1d.weight",
         "layers.0.mlp.gate.weight",
         "layers.0.mlp.shared_expert_gate.weight",
-        "layers.0.mlp.experts.gate_up_proj",
-        "layers.0.mlp.experts.down_proj",
     ):
         assert table["model." + name].route == "adamw", name
+    for name in ("experts.gate_up_proj", "experts.down_proj", "shared_expert.up_proj.weight"):
+        assert table["model.layers.0.mlp." + name].route == "muon", name
 
 
-def test_expert_stacks_on_adamw_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = _qwen3_next()
+def test_projections_in_three_dimensions_on_adamw_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = tf.XLNetConfig(vocab_size=128, d_model=64, n_layer=2, n_head=4, d_inner=96)
+    model = tf.XLNetLMHeadModel(config)
     with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
+        table = routes(model)
         routes(model)
-        routes(model)
-    assert [record.message.split(",")[0] for record in caplog.records] == [
-        "4 expert stacks are updated by AdamW in this release"
-    ]
+    assert table["transformer.layer.0.rel_attn.q"].reason == "projection stored in three dimensions"
+    (record,) = caplog.records
+    # Queries, keys, values, positions and outputs of two layers.
+    assert record.message.startswith("10 weights of experts or projections are updated by AdamW")
+
+
+def test_recurrent_gates_and_heads_of_mamba_are_stacks_of_a_matrix_per_head() -> None:
+    config = tf.RecurrentGemmaConfig(
+        num_hidden_layers=2, hidden_size=64, lru_width=64, intermediate_size=96, num_attention_heads=4, vocab_size=128
+    )
+    table = routes(tf.RecurrentGemmaForCausalLM(config))
+    gate = table["model.layers.0.temporal_block.rg_lru.input_gate_weight"]
+    assert (gate.route, gate.spec, gate.reason) == ("muon", MatrixSpec(transposed=True), "linear weights of heads")
 
 
 def test_qwen3_next_query_rows_are_what_its_forward_calls_query() -> None:

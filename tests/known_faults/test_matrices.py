@@ -48,21 +48,34 @@ SEQ2SEQ: dict[str, Any] = {
     ],
     ids=["mixtral", "qwen3_moe", "gpt_oss"],
 )
-def test_expert_stacks_are_one_named_route_and_not_one_flat_matrix(
+def test_expert_stacks_are_matrices_of_each_expert_and_not_one_flat_matrix(
     config: Any, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    built = model(config)
     with caplog.at_level(logging.INFO, logger="dmuon_hf.presets"):
-        table = routes(model(config))
+        table = routes(built)
     stacks = [name for name in table if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert len(stacks) == 4
-    assert {table[name].route for name in stacks} == {"adamw"}
-    assert f"4 expert stacks are updated by AdamW in this release, first {stacks[0]}" in caplog.messages
+    for name in stacks:
+        shape = built.get_parameter(name).shape
+        assert table[name].route == "muon" and shape[0] == 4
+        logical = table[name].spec.logical_shapes(shape[1:])
+        assert len(logical) == (1 if name.endswith("down_proj") else 2)
+        hidden = 0 if name.endswith("down_proj") else 1
+        assert {sides[hidden] for sides in logical} == {64}
+    assert caplog.messages == []
 
 
-def test_expert_stack_forced_to_muon_is_refused() -> None:
-    model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4))
-    with pytest.raises(ConfigurationError, match=r"experts\.gate_up_proj.*\(4, 64, 64\)"):
-        routes(model, overrides={"*.experts.gate_up_proj": "muon"})
+def test_stack_of_unknown_layout_forced_to_muon_is_refused_until_its_layout_is_said() -> None:
+    block = nn.Module()
+    block.experts = nn.Module()
+    block.experts.wi = nn.Parameter(torch.randn(4, 64, 64))
+    block.proj = nn.Linear(64, 64)
+    model = nn.ModuleDict({"layers": nn.ModuleList([block])})
+    with pytest.raises(ConfigurationError, match=r"experts\.wi.*\(4, 64, 64\).*layouts="):
+        routes(model, overrides={"*.experts.wi": "muon"})
+    spec = MatrixSpec(sections=(32, 32))
+    assert routes(model, layouts={"*.experts.wi": spec})["layers.0.experts.wi"].spec == spec
 
 
 # -- single rows and columns -------------------------------------------------------------------------------------------

@@ -123,11 +123,11 @@ def test_alias_that_is_also_a_name_raises() -> None:
 
 def test_candidate_that_is_no_matrix_is_named() -> None:
     bias = Candidate(name="layers.0.bias", shape=(8,), dtype=torch.float32, unit="u")
-    experts = Candidate(name="experts.weight", shape=(4, 8, 8), dtype=torch.float32, unit="u")
+    kernel = Candidate(name="conv.weight", shape=(4, 8, 3, 3), dtype=torch.float32, unit="u")
     with pytest.raises(ConfigurationError, match=r"layers\.0\.bias"):
         make_plan([bias], units=["u"], shard_size=1)
-    with pytest.raises(NotImplementedError, match=r"experts\.weight.*AdamW"):
-        make_plan([experts], units=["u"], shard_size=1)
+    with pytest.raises(NotImplementedError, match=r"conv\.weight.*AdamW"):
+        make_plan([kernel], units=["u"], shard_size=1)
 
 
 def test_json_of_another_version_raises() -> None:
@@ -189,3 +189,13 @@ def test_canonical_name_drops_wrapper_segments_only(name: str, expected: str) ->
 
 def test_canonical_name_keeps_a_submodule_called_module() -> None:
     assert canonical_name("module.weight", nn.Module()) == "module.weight"
+
+
+def test_stack_costs_its_owner_what_its_members_do() -> None:
+    spec = MatrixSpec(sections=(4, 4))
+    alone = Candidate(name="a", shape=(8, 8), dtype=torch.float32, unit="u", spec=spec)
+    stack = Candidate(name="b", shape=(5, 8, 8), dtype=torch.float32, unit="u", spec=spec)
+    plan = make_plan([alone, stack], units=["u"], shard_size=1)
+    assert plan.entry("b").cost == 5 * plan.entry("a").cost
+    assert plan.entry("b").logical_shapes == [(4, 8)] * 10
+    assert Plan.from_json(plan.to_json()) == plan

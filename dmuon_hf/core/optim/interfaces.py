@@ -56,6 +56,10 @@ class MatrixSource(Protocol):
     def params(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters by canonical name."""
 
+    @property
+    def specs(self) -> Mapping[str, MatrixSpec]:
+        """The logical matrices in each of them, in a stack those of a member."""
+
     def flags(self) -> Tensor:
         """Float32 vector of what this rank saw gradients for; as long on every rank. Does not synchronise.
 

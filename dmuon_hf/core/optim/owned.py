@@ -11,6 +11,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
+from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.columns import ColumnPolicy
@@ -20,6 +21,7 @@ from dmuon_hf.core.optim.sweep import sweep
 from dmuon_hf.core.optim.tensor_parallel import tensor_parallel_matrices
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.optim.workload import newton_schulz_calls
+from dmuon_hf.core.plan import MatrixSpec, stored_matrices
 
 __all__ = ["OwnedSource"]
 
@@ -47,17 +49,30 @@ class OwnedSource:
         for matrix in self._matrices:
             if matrix.route != "muon":
                 _check_shape(matrix)
+        self._stacks = [matrix for matrix in self._matrices if matrix.param.ndim == 3]
         self._parallel = tensor_parallel_matrices(runtime.topology, self._matrices, columns)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
         return {matrix.name: matrix.param for matrix in self._matrices}
 
+    @property
+    def specs(self) -> Mapping[str, MatrixSpec]:
+        return {matrix.name: matrix.spec for matrix in self._matrices}
+
+    @torch.no_grad()
     def flags(self) -> Tensor:
-        """One per matrix, in plan order."""
-        return torch.tensor(
+        """One per parameter, in plan order, then one per member of every stack.
+
+        A member has one where its gradient on the owner is not zero: an expert without tokens gets zeros.
+        """
+        seen = torch.tensor(
             [float(flag) for flag in compress(self._runtime.grad_flags(), self._taken)], dtype=torch.float32
         )
+        if not self._stacks:
+            return seen
+        device = self._runtime.topology.device
+        return torch.cat([host_to_device(seen, device), *(_members_seen(stack, device) for stack in self._stacks)])
 
     def update(
         self,
@@ -77,17 +92,25 @@ class OwnedSource:
         """
         taken: dict[int, MuonRule] = {}
         mine: dict[int, OwnedMatrix] = {}
-        for matrix, has_grad in zip(self._matrices, reached, strict=True):
+        members = self._members(reached[len(self._matrices) :])
+        for matrix, has_grad in zip(self._matrices, reached, strict=False):
             key = id(matrix.param)
             if has_grad and key in rules:
                 taken[key] = rules[key]
                 if matrix.is_owner:
-                    mine[key] = _owned_matrix(matrix, state[matrix.param]["momentum_buffer"])
+                    mine[key] = _owned_matrix(matrix, state[matrix.param]["momentum_buffer"], members.get(key))
         count = 0
         if self._parallel is not None:
             parts = {key: mine.pop(key) for key in self._parallel.keys & mine.keys()}
             count = self._parallel.update(taken, parts, orthogonalize, on_batch=on_batch)
         return count + sweep(self._runtime.matrix_units, taken, mine, orthogonalize, on_batch=on_batch)
+
+    def _members(self, reached: Sequence[bool]) -> dict[int, tuple[int, ...]]:
+        """Which members of each stack some rank saw a gradient for, by the identity of the parameter."""
+        flags = iter(reached)
+        return {
+            id(stack.param): tuple(index for index in range(len(stack.param)) if next(flags)) for stack in self._stacks
+        }
 
     def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
         if self._parallel is None:
@@ -112,12 +135,21 @@ class OwnedSource:
 
 def _check_shape(matrix: DedicatedMatrix) -> None:
     try:
-        matrix.spec.validate(tuple(matrix.param.shape))
+        matrix.spec.validate(stored_matrices(matrix.param.shape)[1])
     except (ConfigurationError, NotImplementedError) as error:
         raise type(error)(f"{matrix.name} cannot be put on the muon route by its group: {error}") from error
 
 
-def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor) -> OwnedMatrix:
+def _members_seen(stack: DedicatedMatrix, device: torch.device) -> Tensor:
+    """One per member whether its gradient is not zero; zeros on ranks that do not own the stack, or saw none."""
+    if not stack.is_owner or stack.param.grad is None:
+        return torch.zeros(len(stack.param), dtype=torch.float32, device=device)
+    grad = local_tensor(stack.param.grad, f"the gradient of {stack.name}")
+    seen: Tensor = torch.linalg.vector_norm(grad, float("inf"), dim=(1, 2)) > 0
+    return seen.to(torch.float32)
+
+
+def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor, members: tuple[int, ...] | None) -> OwnedMatrix:
     param = matrix.param
     if param.grad is None:
         raise ConfigurationError(f"the gradient of {matrix.name!r} is gone: set no .grad to None before step()")
@@ -127,4 +159,5 @@ def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor) -> OwnedMatrix:
         grad=local_tensor(param.grad, matrix.name),
         momentum=local_tensor(momentum, matrix.name),
         spec=matrix.spec,
+        members=members,
     )

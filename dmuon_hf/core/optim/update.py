@@ -55,13 +55,27 @@ class MuonRule:
 
 @dataclass(frozen=True, slots=True)
 class OwnedMatrix:
-    """A stored matrix with its gradient and momentum, all of one shape, whole on this rank or the same part of it."""
+    """A stored matrix with its gradient and momentum, all of one shape, whole on this rank or the same part of it.
+
+    Of a stack ``(count, out, in)`` those of its ``members`` are updated, all of them where it is ``None``.
+    """
 
     name: str
     weight: Tensor
     grad: Tensor
     momentum: Tensor
     spec: MatrixSpec
+    members: tuple[int, ...] | None = None
+
+    def apart(self) -> Iterator[OwnedMatrix]:
+        """The matrices of a stack, each by itself, as views; a matrix is its own."""
+        if self.weight.ndim == 2:
+            yield self
+            return
+        for index in range(len(self.weight)) if self.members is None else self.members:
+            yield OwnedMatrix(
+                f"{self.name}[{index}]", self.weight[index], self.grad[index], self.momentum[index], self.spec
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +111,14 @@ def apply_muon(
     A weight in a lower precision than its momentum is updated in the precision of the momentum and rounded once.
 
     Args:
-        matrices: Parameters that this rank owns and that take part in this step.
+        matrices: Parameters that this rank owns and that take part in this step, matrices and stacks.
         rule: Hyperparameters of their group.
         orthogonalize: Newton-Schulz.
         max_batch_numel: Most elements in one batch; a larger matrix is a batch of its own.
         on_batch: Called before each batch with its matrices.
     """
     count = 0
-    for batch in _batches(matrices, max_batch_numel):
+    for batch in _batches([each for matrix in matrices for each in matrix.apart()], max_batch_numel):
         if on_batch is not None:
             on_batch(batch)
         directions = advance_momentum(batch, rule)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dmuon_hf.core.plan.bounds import least_possible_load
 from dmuon_hf.core.plan.cost import CostModel, LinkCosts, matrix_cost, newton_schulz_flops, sharing_is_cheaper
-from dmuon_hf.core.plan.matrices import MatrixSpec
+from dmuon_hf.core.plan.matrices import MatrixSpec, stored_matrices
 from dmuon_hf.core.plan.names import canonical_name
 from dmuon_hf.core.plan.partition import OwnerStrategy, Slot, WorkItem, assign_owners, imbalance
 from dmuon_hf.core.plan.plan import Candidate, ParamEntry, Plan, make_plan
@@ -31,4 +31,5 @@ __all__ = [
     "matrix_cost",
     "newton_schulz_flops",
     "sharing_is_cheaper",
+    "stored_matrices",
 ]

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.flops import direct_flops, gram_flops
-from dmuon_hf.core.plan.matrices import MatrixSpec
+from dmuon_hf.core.plan.matrices import MatrixSpec, stored_matrices
 
 __all__ = [
     "FOOTPRINT_FLOPS",
@@ -43,7 +43,7 @@ def newton_schulz_flops(shape: tuple[int, int], *, algorithm: Literal["direct", 
 
 
 def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "optimizer") -> int:
-    """Cost of owning a parameter of stored ``shape`` whose logical matrices ``spec`` describes.
+    """Cost of owning a parameter of stored ``shape`` whose logical matrices ``spec`` describes; a stack by its members.
 
     ``optimizer`` counts Newton-Schulz flops of each logical matrix, by the cheaper algorithm for its shape, plus the
     footprint of all elements. ``numel`` counts elements only, a diagnostic that ignores shape.
@@ -53,15 +53,16 @@ def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "o
     """
     if model not in get_args(CostModel):
         raise ConfigurationError(f"owner_cost_model must be one of {get_args(CostModel)}, got {model!r}")
-    spec.validate(shape)
+    count, stored = stored_matrices(shape)
+    spec.validate(stored)
     numel = math.prod(shape)
     if model == "numel":
         return numel
     flops = sum(
         min(newton_schulz_flops(logical, algorithm="direct"), newton_schulz_flops(logical, algorithm="gram"))
-        for logical in spec.logical_shapes(shape)
+        for logical in spec.logical_shapes(stored)
     )
-    return flops + FOOTPRINT_FLOPS * numel
+    return count * flops + FOOTPRINT_FLOPS * numel
 
 
 def elementwise_cost(numel: int, *, model: CostModel = "optimizer") -> int:

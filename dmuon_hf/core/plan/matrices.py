@@ -10,7 +10,12 @@ import torch
 
 from dmuon_hf.core.errors import ConfigurationError
 
-__all__ = ["MatrixSpec"]
+__all__ = ["MatrixSpec", "stored_matrices"]
+
+
+def stored_matrices(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """How many matrices a parameter stores, and the stored shape of each: several in a stack ``(count, out, in)``."""
+    return (shape[0], tuple(shape[1:])) if len(shape) == 3 else (1, tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,12 @@ class MatrixSpec:
 
         Raises:
             ConfigurationError: not a matrix, or rows that do not add up.
-            NotImplementedError: a stack of matrices (3-D, experts).
+            NotImplementedError: more than two dimensions. Of a stack it is the shape of one member that fits.
         """
         if len(shape) > 2:
             raise NotImplementedError(
-                f"a parameter of shape {tuple(shape)} is a stack of matrices (experts), which Muon does not take yet: "
-                "leave it out of the predicate, so that AdamW trains it"
+                f"a parameter of shape {tuple(shape)} is neither a matrix (out, in) nor a stack (count, out, in) of "
+                "matrices, which is what Muon takes: leave it out of the predicate, so that AdamW trains it"
             )
         if len(shape) != 2 or 0 in shape:
             raise ConfigurationError(f"a parameter of shape {tuple(shape)} is no matrix: leave it to AdamW")

@@ -13,7 +13,7 @@ import torch
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan.cost import CostModel, elementwise_cost, matrix_cost
-from dmuon_hf.core.plan.matrices import MatrixSpec
+from dmuon_hf.core.plan.matrices import MatrixSpec, stored_matrices
 from dmuon_hf.core.plan.partition import OwnerStrategy, Slot, WorkItem, assign_owners, imbalance
 
 __all__ = ["Candidate", "ParamEntry", "Plan", "Setting", "make_plan"]
@@ -67,8 +67,9 @@ class ParamEntry:
 
     @property
     def logical_shapes(self) -> list[tuple[int, int]]:
-        """The ``(out, in)`` shape of each logical matrix; none on the adamw route."""
-        return self.spec.logical_shapes(self.shape) if self.route == "muon" else []
+        """The ``(out, in)`` shape of each logical matrix, of a stack member by member; none on the adamw route."""
+        count, stored = stored_matrices(self.shape)
+        return self.spec.logical_shapes(stored) * count if self.route == "muon" else []
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, read back by :meth:`from_json`."""
@@ -129,7 +130,7 @@ class Plan:
         known = set(self.units)
         for entry in self.entries:
             if entry.route == "muon":
-                entry.spec.validate(entry.shape)
+                entry.spec.validate(stored_matrices(entry.shape)[1])
             if entry.unit not in known:
                 raise ConfigurationError(
                     f"{entry.name} belongs to unit {entry.unit!r}, which is not among {self.units}"

@@ -92,6 +92,10 @@ class ShardedSource:
     def params(self) -> Mapping[str, nn.Parameter]:
         return {name: matrix.param for name, matrix in self.matrices.items()}
 
+    @property
+    def specs(self) -> Mapping[str, MatrixSpec]:
+        return {name: matrix.spec for name, matrix in self.matrices.items()}
+
     # -- what is to be agreed on -------------------------------------------------------------------------------------
 
     @torch.no_grad()

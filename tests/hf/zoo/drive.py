@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,18 @@ _NUMBERS = {
 _PAIRS = frozenset({"position_embedding", "position_embeddings", "rope_emb", "rotary_emb"})
 
 
-def traced_roles(found: Survey, weights: Mapping[str, nn.Parameter]) -> dict[str, list[Tensor]]:
-    """Roles of the rows of each weight that a forward has shown: of the model's own, then of the modules around it."""
+def traced_roles(
+    found: Survey, weights: Mapping[str, nn.Parameter], transposed: Callable[[str], bool]
+) -> dict[str, list[Tensor]]:
+    """Roles of the rows of each weight that a forward has shown: of the model's own, then of the modules around it.
+
+    `transposed` says which weights are stored `(in, out)`.
+    """
     for module in found.model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
-    tracer = RoleTracer(weights, lambda name: _is_transposed(found.module_of(name)))
+    tracer = RoleTracer(weights, transposed)
     with torch.no_grad(), tracer:
         _attempt(found.model, _model_inputs(found.model))
         for outwards in (1, 0, 2, 3):

@@ -14,6 +14,7 @@ from dmuon_hf.core.hook_boundaries import is_called
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.layouts import projection_of
 from dmuon_hf.presets import Route, routes
+from dmuon_hf.stacks import STACKS
 from dmuon_hf.survey import Survey, survey
 from tests.hf.zoo.build import build
 from tests.hf.zoo.drive import traced_roles
@@ -21,11 +22,15 @@ from tests.hf.zoo.drive import traced_roles
 __all__ = ["Finding", "examine"]
 
 
+_STACK = "expert stack"
+
+
 @dataclass(slots=True)
 class Finding:
-    """`faults` are what is wrong; `fused` names the layers that hold several matrices.
+    """`faults` are what is wrong; `fused` names the layers that hold several matrices, `adamw_experts` expert
+    weights that AdamW updates.
 
-    `elements` counts all, `muon` and `experts` those of Muon weights and of expert stacks; `blocks` are class names.
+    `elements` counts all, `muon` those of Muon weights, `experts` those of expert stacks; `blocks` are class names.
     """
 
     class_name: str
@@ -34,6 +39,7 @@ class Finding:
     muon: int = 0
     experts: int = 0
     matrices: int = 0
+    adamw_experts: set[str] = field(default_factory=set)
     fused: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
 
@@ -56,9 +62,11 @@ def examine(model_type: str, class_name: str, known: set[str]) -> Finding:
         finding.elements += parameter.numel()
         if table[name].route == "muon":
             finding.muon += parameter.numel()
-            finding.matrices += _spec(table[name]).count
-        elif found.roles[name].kind == "expert stack":
+            finding.matrices += _spec(table[name]).count * (len(parameter) if parameter.ndim == 3 else 1)
+        if found.roles[name].kind == _STACK:
             finding.experts += parameter.numel()
+            if table[name].route != "muon":
+                finding.adamw_experts.add(_label(found, name))
     _check_blocks(found, finding)
     _check_routes(found, table, finding)
     _check_layouts(found, table, finding, known)
@@ -76,7 +84,7 @@ def _check_blocks(found: Survey, finding: Finding) -> None:
 
 def _check_routes(found: Survey, table: Mapping[str, Route], finding: Finding) -> None:
     for name, route in table.items():
-        if route.route == "muon" and found.boundaries.block_name(name) is None:
+        if route.route == "muon" and found.boundaries.block_name(name) is None and found.roles[name].kind != _STACK:
             finding.faults.append(f"{name} is on Muon outside the blocks")
         if "not known here" in route.reason:
             finding.faults.append(f"{name} is split in a way not known")
@@ -99,12 +107,12 @@ def _check_layouts(found: Survey, table: Mapping[str, Route], finding: Finding, 
             first.setdefault(_label(found, name), name)
     finding.fused = {label for label, name in first.items() if _spec(table[name]).count > 1}
     weights = {name: found.model.get_parameter(name) for label, name in first.items() if label not in known}
-    seen = traced_roles(found, weights) if weights else {}
+    seen = traced_roles(found, weights, lambda name: _spec(table[name]).transposed) if weights else {}
     for label, name in first.items():
         if name not in seen:
             continue
         spec, shown = _spec(table[name]), [set(rows.tolist()) for rows in seen[name]]
-        rows = projection_of(name, weights[name], found.modules).rows
+        rows = weights[name].shape[-1 if spec.transposed else -2]
         said = _matrices_of_rows(spec, rows)
         whole = len(shown) == 1 and len(next(iter(shown))) == rows
         if spec.count == 1 and len(shown) > 1 and label not in families.FUSED:
@@ -120,7 +128,9 @@ def _label(found: Survey, name: str) -> str:
     callers = projection_of(name, found.model.get_parameter(name), found.modules).callers
     labels = [f"{kind.__name__}.{layer}" for caller, layer in callers for kind in type(caller).__mro__]
     caller, layer = callers[-1]
-    return next((label for label in labels if label in families.FUSED), f"{type(caller).__name__}.{layer}")
+    return next(
+        (label for label in labels if label in families.FUSED or label in STACKS), f"{type(caller).__name__}.{layer}"
+    )
 
 
 def _matrices_of_rows(spec: MatrixSpec, rows: int) -> list[set[int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import transformers
 
 from dmuon_hf.families import FUSED
+from dmuon_hf.stacks import STACKS
 from tests.hf.zoo.build import MAPPINGS, NotBuildableError, entries
 from tests.hf.zoo.examine import Finding, examine
 
@@ -54,6 +55,9 @@ def page(result: Sweep) -> str:
     """The text of `docs/families.md`."""
     fused = {layer for finding in result.findings.values() for layer in finding.fused}
     followed = fused & result.known
+    adamw_experts = ", ".join(
+        f"`{layer}`" for layer in sorted(set().union(*(finding.adamw_experts for finding in result.findings.values())))
+    )
     unfollowed = ", ".join(f"`{layer}`" for layer in sorted(fused - followed)) or "none"
     lines = [
         "# Model families",
@@ -61,9 +65,10 @@ def page(result: Sweep) -> str:
         f"Every entry of six Auto mappings of transformers {transformers.__version__}, built from its default",
         "configuration with few layers. `make sweep` writes this page. Right means that every weight has the route of",
         "its role, that no layer of a repeated block is left outside, that the logical matrices of each fused weight",
-        "are the rows that arrive together in the model's own forward. Stacks of experts are on AdamW in this release.",
-        "So are projections that are stored in three dimensions: those of XLNet, `r_kernel` of Funnel, the gates of",
-        "RecurrentGemma, `x_proj_weight` and `dt_proj_weight` of Zamba.",
+        "are the rows that arrive together in the model's own forward. Experts are on Muon, each by itself, but for",
+        f"{adamw_experts}, of which no `MatrixSpec` says how they lie. Nor does one",
+        "of the projections that XLNet and Funnel (`r_kernel`) store in three dimensions: these are on AdamW, as the",
+        "log says.",
         "",
         "| Mapping | Entries | Built | Right | With expert stacks |",
         "|---|---|---|---|---|",
@@ -118,7 +123,9 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _layout(layer: str) -> str:
-    return (FUSED[layer].__doc__ or "").splitlines()[0].replace("|", "\\|")
+    layout = FUSED.get(layer) or STACKS.get(layer)
+    text = "As its class of experts declares." if layout is None else (layout.__doc__ or "").splitlines()[0]
+    return text.replace("|", "\\|")
 
 
 def main() -> int:
