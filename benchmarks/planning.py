@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from launch import ROOT
+from llama_shapes import MODELS, LlamaShape
 from report import machine, print_header, print_table, write_json
-from scaling_model import MODELS, LlamaShape
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -4,9 +4,9 @@
     python benchmarks/scaling.py --ns-rate 5e14 --network-latency 1e-5 --separate-buckets
     python benchmarks/scaling.py --validate step2.json step4.json     (written by benchmarks/step.py --json)
 
-The formulas are in scaling_model.py. The rates are given on the command line; the defaults are round numbers in the
-range of an H100 with one 400 Gbit/s network card per GPU, not measurements. The owners' work is that of the plan which
-the package makes for each number of ranks. Every rank trains on the same number of tokens, so the batch grows.
+The formulas are in dmuon_hf/step_model.py. The rates are given on the command line; the defaults are round numbers in
+the range of an H100 with one 400 Gbit/s network card per GPU, not measurements. The owners' work is that of the plan
+which the package makes for each number of ranks. Every rank trains on the same number of tokens, so the batch grows.
 
   adamw     FSDP2 with a fused AdamW
   gathered  FSDP2, and a Muon that gathers every momentum and runs Newton-Schulz on every rank
@@ -37,12 +37,14 @@ import torch
 import torch.distributed as dist
 from contenders import ALL_MODES, Mode
 from launch import run_ranks
+from llama_shapes import MODELS, LlamaShape, plan_for
 from report import machine, print_header, print_table, write_json
-from scaling_model import (
-    MODELS,
+from torch import Tensor
+
+import dmuon_hf.core as dmuon
+from dmuon_hf.step_model import (
     Layout,
     Link,
-    LlamaShape,
     Machine,
     Method,
     OptimizerTime,
@@ -50,11 +52,7 @@ from scaling_model import (
     forward_backward,
     optimizer_phase,
     owner_work,
-    plan_for,
 )
-from torch import Tensor
-
-import dmuon_hf.core as dmuon
 
 METHODS: dict[str, Method] = {"dmuon": "dmuon", "gathered": "gathered", "adamw": "adamw"}
 """What the optimizers of the benchmark are in the model; it has no formulas for others."""
@@ -298,7 +296,7 @@ def main() -> None:
             overlap=options.overlap,
         )
         show(MODELS[name], result[name])
-    print("\nA MODEL: formulas in scaling_model.py applied to the rates above.")
+    print("\nA MODEL: formulas in dmuon_hf/step_model.py applied to the rates above.")
     write_json(options.json, {"machine": where, "rates": asdict(rates), "model": result})
 
 

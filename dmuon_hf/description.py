@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,12 @@ _SHOWN_OWNERS = 32
 _HEADER = ("parameter", "shape", "route", "group", "lr", "decay", "layout", "owner", "why")
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+) -> str:
     """Table of every parameter: route, group, learning rate, weight decay, logical matrices, owner and reason.
 
     Local: any rank may call it, and all get the same text. Without an optimizer, or before `accelerator.prepare`, the
@@ -32,8 +37,9 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     Args:
         model: the model, before or after it is prepared.
         optimizer: its optimizer, wrapped by accelerate or not.
+        overrides: as `routes=` of `create`, for a model that has no owners yet.
     """
-    table = routes(model)
+    table = routes(model, overrides=overrides)
     runtime = runtime_of(model)
     specs = _specs_in_use(runtime, optimizer)
     if specs is not None:

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from dmuon_hf.cli.parser import make_parser
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted(path for folder in ("benchmarks", "recipes") for path in (ROOT / folder).glob("*.py"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-HEADS = r"(?:make|pip install|accelerate launch|torchrun|(?:\.venv/bin/)?python)"
+HEADS = r"(?:make|pip install|accelerate launch|torchrun|dmuon-hf|(?:\.venv/bin/)?python)"
 COMMAND = re.compile(rf"{HEADS} \S.*")
 
 
@@ -67,10 +68,23 @@ def problem_of(command: str) -> str | None:
         return None if words[1] in TARGETS else f"no target {words[1]}"
     if words[0] in ("accelerate", "torchrun", "pip"):
         return None if shutil.which(words[0], path=str(Path(sys.executable).parent)) else f"no program {words[0]}"
+    if words[0] == "dmuon-hf":
+        return problem_of_our_command(words[1:])
     if "-m" in words:
         module = words[words.index("-m") + 1]
         return None if importlib.util.find_spec(module) else f"no module {module}"
     return None if script_call(words) else "runs nothing of this repository"
+
+
+def problem_of_our_command(arguments: list[str]) -> str | None:
+    """What the parser of the package says."""
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
+        try:
+            make_parser().parse_args(arguments)
+        except SystemExit:
+            return output.getvalue()
+    return None
 
 
 def helps(rank: int, world: int, calls: list[list[str]]) -> list[tuple[object, str]]:
@@ -92,7 +106,7 @@ def helps(rank: int, world: int, calls: list[list[str]]) -> list[tuple[object, s
 
 def test_documents_print_commands_of_every_kind() -> None:
     heads = {words_of(command)[0] for command in printed_commands()}
-    assert {"make", "pip", "accelerate", "torchrun", "python", ".venv/bin/python"} <= heads
+    assert {"make", "pip", "accelerate", "torchrun", "dmuon-hf", "python", ".venv/bin/python"} <= heads
 
 
 @pytest.mark.parametrize("command", printed_commands())

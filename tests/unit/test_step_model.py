@@ -1,4 +1,4 @@
-"""The formulas of the scaling model: limits, monotonicity, and the loads of real plans."""
+"""The formulas of the step model: limits, monotonicity, and the loads of real plans."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ import pytest
 import torch
 
 from dmuon_hf.core.plan.cost import FOOTPRINT_FLOPS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from contenders import MODES as BENCHMARK_MODES
-from contenders import _make_model
-from scaling_model import (
+from dmuon_hf.step_model import (
     ADAMW_BYTES,
     GATHER_BYTES,
-    MODELS,
     MUON_BYTES,
     Layout,
     Link,
@@ -29,10 +23,15 @@ from scaling_model import (
     largest_matrix_flops,
     optimizer_phase,
     owner_work,
-    plan_for,
     ring_seconds,
     small_all_reduce_seconds,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from contenders import MODES as BENCHMARK_MODES
+from contenders import _make_model
+from llama_shapes import MODELS, plan_for
 from traffic import formula as counted_bytes
 
 SMALL = MODELS["benchmark"]

@@ -29,23 +29,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-import torch
-
-from dmuon_hf.core.plan import Candidate, ParamEntry, Plan, make_plan, newton_schulz_flops
+from dmuon_hf.core.plan import ParamEntry, Plan, newton_schulz_flops
 
 __all__ = [
     "ADAMW_BYTES",
     "GATHER_BYTES",
-    "MODELS",
     "MUON_BYTES",
     "REDUCE_BYTES",
     "Layout",
     "Link",
-    "LlamaShape",
     "Machine",
     "Method",
+    "ModelSize",
     "OptimizerTime",
     "OwnerWork",
     "PassTime",
@@ -54,7 +51,6 @@ __all__ = [
     "largest_matrix_flops",
     "optimizer_phase",
     "owner_work",
-    "plan_for",
     "ring_seconds",
     "small_all_reduce_seconds",
 ]
@@ -62,7 +58,7 @@ __all__ = [
 GATHER_BYTES = 2
 """bfloat16: weights, what HSDP publishes, and the directions of the gathered variant. See `Layout.gather_bytes`."""
 REDUCE_BYTES = 4
-"""Gradients in float32."""
+"""Gradients in float32. See `Layout.reduce_bytes`."""
 MUON_BYTES = 60
 """Read and written per element of a matrix beside Newton-Schulz, float32: momentum 20, Nesterov 12, the batch 8, the
 scale 8, the update 12."""
@@ -72,61 +68,25 @@ ADAMW_BYTES = 28
 Method = Literal["dmuon", "gathered", "adamw"]
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaShape:
-    """The sizes of a Llama with grouped-query attention and untied embeddings, no biases."""
+class ModelSize(Protocol):
+    """What the model has to say of itself.
 
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-
-    def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """``(out, in)`` of each matrix of one layer, by its name in the layer."""
-        kv = self.hidden * self.kv_heads // self.heads
-        return {
-            "self_attn.q_proj.weight": (self.hidden, self.hidden),
-            "self_attn.k_proj.weight": (kv, self.hidden),
-            "self_attn.v_proj.weight": (kv, self.hidden),
-            "self_attn.o_proj.weight": (self.hidden, self.hidden),
-            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
-            "mlp.up_proj.weight": (self.intermediate, self.hidden),
-            "mlp.down_proj.weight": (self.hidden, self.intermediate),
-        }
-
-    def candidates(self) -> list[Candidate]:
-        """The matrices for Muon, one unit per layer, as the package would name them."""
-        units = [f"model.layers.{i}" for i in range(self.layers)]
-        return [
-            Candidate(name=f"{unit}.{name}", shape=shape, dtype=torch.float32, unit=unit)
-            for unit in units
-            for name, shape in self.layer_matrices().items()
-        ]
+    `matrix_numel` is P, the elements of the matrices for Muon, `rest_numel` Q, those of all other parameters, and
+    `units` the number of hook boundaries, which each gather and reduce at once.
+    """
 
     @property
-    def matrix_numel(self) -> int:
-        """P: elements of the matrices for Muon."""
-        return self.layers * sum(math.prod(shape) for shape in self.layer_matrices().values())
+    def matrix_numel(self) -> int: ...
 
     @property
-    def rest_numel(self) -> int:
-        """Q: embedding, head and norms."""
-        return 2 * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden
+    def rest_numel(self) -> int: ...
+
+    @property
+    def units(self) -> int: ...
 
     def flops_per_token(self, sequence: int) -> float:
         """Forward and backward, without recomputation."""
-        return 6.0 * (self.matrix_numel + self.rest_numel) + 6.0 * self.layers * self.hidden * sequence
-
-
-MODELS = {
-    "llama-3-8b": LlamaShape("llama-3-8b", 4096, 14336, 32, 32, 8, 128256),
-    "llama-3-70b": LlamaShape("llama-3-70b", 8192, 28672, 80, 64, 8, 128256),
-    "benchmark": LlamaShape("benchmark", 256, 768, 4, 4, 2, 512),
-}
-"""``benchmark`` is the model of ``benchmarks/step.py``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +136,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks share the work: ``shard`` G, ``replicate`` R, Z3 (``reshard``) or Z2, bytes per gathered weight."""
+    """How the ranks share the work: ``shard`` G, ``replicate`` R, Z3 (``reshard``) or Z2, bytes per element sent."""
 
     shard: int
     replicate: int = 1
     reshard: bool = True
     gather_bytes: int = GATHER_BYTES
+    reduce_bytes: int = REDUCE_BYTES
 
     @property
     def size(self) -> int:
@@ -226,16 +187,6 @@ class PassTime:
         return self.compute + self.communication - overlap * min(self.compute, self.communication)
 
 
-def plan_for(shape: LlamaShape, layout: Layout) -> Plan:
-    """The plan that the package makes for this model on these ranks."""
-    return make_plan(
-        shape.candidates(),
-        units=[f"model.layers.{i}" for i in range(shape.layers)],
-        shard_size=layout.shard,
-        replicate_size=layout.replicate,
-    )
-
-
 def entry_flops(entry: ParamEntry) -> int:
     """Newton-Schulz of one parameter, each logical matrix by the cheaper algorithm, as the plan's cost counts it."""
     return sum(
@@ -265,7 +216,7 @@ def small_all_reduce_seconds(ranks: int, link: Link) -> float:
 
 
 def forward_backward(
-    shape: LlamaShape, plan: Plan, method: Method, layout: Layout, machine: Machine, *, tokens: int, sequence: int
+    shape: ModelSize, plan: Plan, method: Method, layout: Layout, machine: Machine, *, tokens: int, sequence: int
 ) -> PassTime:
     """Compute of ``tokens`` tokens per rank, and the gathers and reductions of one synchronised pass."""
     if method == "dmuon":
@@ -277,7 +228,7 @@ def forward_backward(
         communication = matrices + rest
     else:
         numel = shape.matrix_numel + shape.rest_numel
-        communication = _weights_and_gradients(numel, layout, machine, calls=shape.layers + 1, all_reduce=True)
+        communication = _weights_and_gradients(numel, layout, machine, calls=shape.units + 1, all_reduce=True)
     compute = tokens * shape.flops_per_token(sequence) / machine.compute_rate
     return PassTime(compute, communication)
 
@@ -287,8 +238,8 @@ def _weights_and_gradients(numel: int, layout: Layout, machine: Machine, *, call
     inside, between = _links(layout, machine)
     gathers = 2 if layout.reshard else 1
     seconds = gathers * ring_seconds(layout.gather_bytes * numel, layout.shard, inside, calls=calls)
-    seconds += ring_seconds(REDUCE_BYTES * numel, layout.shard, inside, calls=calls)
-    column = ring_seconds(REDUCE_BYTES * numel / layout.shard, layout.replicate, between, calls=calls)
+    seconds += ring_seconds(layout.reduce_bytes * numel, layout.shard, inside, calls=calls)
+    column = ring_seconds(layout.reduce_bytes * numel / layout.shard, layout.replicate, between, calls=calls)
     return seconds + (2 if all_reduce else 1) * column
 
 
@@ -303,7 +254,7 @@ def _shard_calls(plan: Plan, machine: Machine) -> int:
     return len({(entry.unit, entry.owner[0]) for entry in plan.entries})
 
 
-def optimizer_phase(shape: LlamaShape, plan: Plan, method: Method, layout: Layout, machine: Machine) -> OptimizerTime:
+def optimizer_phase(shape: ModelSize, plan: Plan, method: Method, layout: Layout, machine: Machine) -> OptimizerTime:
     """``step()`` of one method on the slowest rank."""
     numel = shape.matrix_numel + shape.rest_numel
     if method == "adamw":
