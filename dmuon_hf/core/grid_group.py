@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,12 @@ class GridGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        """Tells the ranks apart from those of other grids, as long with many ranks as with few."""
+        digest = zlib.crc32(",".join(map(str, self.ranks)).encode())
+        return f"{self.ranks[0]}-{self.ranks[-1]}-{digest:08x}"
 
     @property
     def is_fake(self) -> bool:

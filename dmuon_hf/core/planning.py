@@ -148,7 +148,8 @@ def topology_of(
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigurationError(
             "mesh=None is for one process, but the process group has "
-            f"{dist.get_world_size()} ranks: pass init_device_mesh(device, (world_size,))"
+            f"{dist.get_world_size()} ranks: pass init_device_mesh(device, (world_size,)), or in a pipeline the "
+            "data-parallel dimension of its mesh, even if it has one rank"
         )
     check_policy(policy)
     return local_topology(next(model.parameters()).device)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -34,9 +35,8 @@ def clone_group(
     It waits as long as ``like`` or the default group, whichever is more patient: what the user gave
     ``init_process_group`` is how long a rank may work alone, and torch gives it to no other group.
 
-    Collective over ``ranks``; every member calls it in the same order. Other ranks of the job need not call it, unless
-    the default group is bound to a device (``init_process_group(device_id=...)``): NCCL then splits its communicator,
-    and every rank of the job must call this at the same time, for a group of its own.
+    Collective over ``ranks`` and nobody else; every member calls it in the same order. Other ranks of the job, as other
+    stages of a pipeline, may make other groups at the same time, or none.
 
     Args:
         ranks: Global ranks, in the order that gives the group ranks.
@@ -58,14 +58,16 @@ def clone_group(
         _require_equal_counts(across or (like,))
         # Older releases of torch have no such argument, and sort.
         in_order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        group = dist.new_group(
-            list(ranks),
-            timeout=_longest_timeout(like, world),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"dmuon_{purpose}",
-            **in_order,
-        )
+        with _not_split_from(world, ranks) as device:
+            group = dist.new_group(
+                list(ranks),
+                timeout=_longest_timeout(like, world),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"dmuon_{purpose}",
+                device_id=device,
+                **in_order,
+            )
         if not isinstance(group, ProcessGroup):
             raise RuntimeError(f"rank {dist.get_rank()} is not among the ranks {list(ranks)} of the group it asked for")
         cached[key] = group
@@ -84,6 +86,24 @@ def _require_equal_counts(across: Sequence[ProcessGroup]) -> None:
             f"the ranks of this mesh belong to different numbers of process groups, {least} to {most}, and torch can "
             "make no further group over them then. Make groups of only some of these ranks after dedicate_params()"
         )
+
+
+@contextlib.contextmanager
+def _not_split_from(world: ProcessGroup, ranks: Sequence[int]) -> Iterator[torch.device | None]:
+    """Context in which a group of ``ranks`` is made by them alone; gives the device that it is bound to.
+
+    Where the default group is bound to a device (``init_process_group(device_id=...)``) torch splits new communicators
+    from its own, for which NCCL needs every rank of the job. So it is not bound for the moment.
+    """
+    device: torch.device | None = world.bound_device_id
+    if device is None or len(ranks) == world.size():
+        yield device
+        return
+    world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
 
 
 def _longest_timeout(*groups: ProcessGroup) -> timedelta | None:

@@ -110,6 +110,12 @@ def test_same_operation_at_equal_counts_is_a_slow_network() -> None:
     assert find_divergence([a, b], limit=LIMIT) is None
 
 
+def test_rank_that_may_wait_for_another_stage_is_not_mixed_up_with_its_own() -> None:
+    patient = MIXED_PATIENCE * LIMIT + 1
+    ranks = [waits(2, "recv", own=False, beyond=True, seconds=patient), waits(3, "send", own=False, seconds=patient)]
+    assert find_divergence(ranks, limit=LIMIT) is None
+
+
 def test_many_ranks_at_one_place_are_one_clause() -> None:
     ranks = [waits(rank, "optimizer agreement", issued={"x": 1, "y": 2}) for rank in (0, 1, 2, 4)]
     ranks.insert(3, waits(3, issued={"x": 2, "y": 1}))

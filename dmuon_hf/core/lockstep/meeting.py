@@ -57,7 +57,7 @@ def meet(
                 _meet(what, store, ranks, check=lambda missing: monitor.check(), timeout=timeout)
         else:
             store = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"dmuon_hf/{ranks[0]}-{ranks[-1]}-{len(ranks)}", dist.distributed_c10d._get_default_store()
+                f"dmuon_hf/{group.name}", dist.distributed_c10d._get_default_store()
             )
             _meet(
                 what,

@@ -14,9 +14,9 @@ Waiting alone proves nothing, nor does being far behind: a rank that saves, eval
 hour is behind the others and will arrive. One more rule covers collectives that were mixed up inside one group, where
 counting cannot tell them apart:
 
-4. every rank waits inside a collective that is known by name, none has issued more than another on the runtime's
-   channels or on a group that some rank stands in, none has moved for one and a half times the limit, and two of them
-   stand in different kinds of collective.
+4. every rank waits inside a collective that is known by name and of these ranks alone, none has issued more than
+   another on the runtime's channels or on a group that some rank stands in, none has moved for one and a half times the
+   limit, and two of them stand in different kinds of collective.
 
 What other threads issue (an asynchronous checkpoint, a logger with a process group of its own) keeps no order with the
 main thread, and torch's counts of a group do not tell threads apart. So a count proves something only where the main
@@ -60,7 +60,7 @@ class Position:
     """Where one rank stands.
 
     Attributes:
-        rank: Data-parallel rank.
+        rank: Rank in the job.
         state: ``"waits"`` inside a collective for longer than the limit, ``"busy"`` with anything else, or ``"ended"``.
         what: What it waits for, does, or ended with.
         step: Optimizer steps it has agreed on.
@@ -71,6 +71,7 @@ class Position:
         issued: Collectives issued so far, by channel of the runtime, by FSDP2 per process group, and by process group
             (``"on group ..."``). What two ranks both list they take part in together.
         stands_on: Of the last kind, those whose collective the main thread stands in.
+        beyond: Whether it waits, or may wait, for ranks whose positions are not compared, as other pipeline stages.
         record: By channel of the runtime and by process group of FSDP2, how many collectives were issued and the last
             of them.
         trail: Where in the caller's code that is, innermost first.
@@ -86,6 +87,7 @@ class Position:
     hosts_store: bool = False
     issued: Mapping[str, int] = field(default_factory=dict)
     stands_on: Sequence[str] = ()
+    beyond: bool = False
     record: Mapping[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
     trail: Sequence[str] = ()
 
@@ -131,7 +133,7 @@ def find_divergence(positions: Sequence[Position], *, limit: float) -> str | Non
     """The sentence that says how the ranks diverged, or ``None`` when the positions do not prove it.
 
     Args:
-        positions: The newest known position of every data-parallel rank. One that has become stale proves what it
+        positions: The newest known position of every rank of a model. One that has become stale proves what it
             proved when it was taken.
         limit: Seconds after which a rank counts as waiting.
     """
@@ -211,7 +213,7 @@ def _counted(missing: Mapping[str, int]) -> str:
 def _mixed_up(waiting: Sequence[Position], positions: Sequence[Position], limit: float) -> str | None:
     if len(waiting) < len(positions) or any(p.seconds < MIXED_PATIENCE * limit for p in waiting):
         return None
-    if any(p.what == UNNAMED for p in waiting) or len({_kind(p) for p in waiting}) == 1:
+    if any(p.what == UNNAMED or p.beyond for p in waiting) or len({_kind(p) for p in waiting}) == 1:
         return None
     # FSDP2's own counts are left out: its collective may have met another kind on the same group.
     places = {where for p in waiting for where in (*p.channels, *p.stands_on)}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.errors import ConfigurationError, LockstepError
+from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.lockstep.farewell import guard_exit, run_exit_handlers, unguard_exit
 from dmuon_hf.core.lockstep.positions import (
     MIXED_PATIENCE,
@@ -62,8 +63,9 @@ class LockstepWatch:
     def __init__(self, monitor: LockstepMonitor, topology: Topology, store: Any, *, limit: float) -> None:
         self._monitor = weakref.ref(monitor)
         assert topology.grid is not None
-        self._rank = topology.grid.rank
-        self._size = topology.grid.size
+        self._ranks = topology.grid.ranks
+        self._rank = self._ranks[topology.grid.rank]
+        self._judges = topology.grid.rank < _JUDGES
         self._follow_host = topology.device.type != "cpu"
         self._store = store
         self._world = weakref.ref(dist.group.WORLD)
@@ -92,7 +94,7 @@ class LockstepWatch:
         limit = _seconds(LIMIT_VARIABLE, _DEFAULT_LIMIT)
         if limit == 0 or topology.grid.is_fake:
             return None
-        store = _own_store(topology.grid.ranks)
+        store = _own_store(topology.grid)
         if store is None:
             return None
         watch = cls(monitor, topology, store, limit=limit)
@@ -172,7 +174,7 @@ class LockstepWatch:
         with contextlib.suppress(RuntimeError):
             position = self._position("waits", "the comparison of what was issued", own=True)
             self._store.set(f"compared/{self._rank}", position.to_json())
-            keys = [f"compared/{rank}" for rank in range(self._size)]
+            keys = [f"compared/{rank}" for rank in self._ranks]
             return find_divergence([Position.from_json(t) for t in self._store.multi_get(keys)], limit=self._limit)
         return None
 
@@ -225,8 +227,8 @@ class LockstepWatch:
         still = time.monotonic() - self._still_since
         if self._verdict is None and self._is_overdue:
             self._publish_wait(what, own, still)
-            self._verdict = self._read_verdict(judge=self._rank < _JUDGES)
-        if self._verdict is None and still >= _REPORT * self._limit and self._rank < _JUDGES:
+            self._verdict = self._read_verdict(judge=self._judges)
+        if self._verdict is None and still >= _REPORT * self._limit and self._judges:
             self._report(still)
 
     @property
@@ -370,25 +372,32 @@ class LockstepWatch:
             raised=raised,
             issued={**_counts(), **monitor.counts()},
             stands_on=tuple(_counts(self._sample.groups)) if self._sample is not None and not own else (),
+            beyond=state == "waits" and not own and self._may_wait_beyond(),
             hosts_store=self._hosts_store,
             record=monitor.record(),
             trail=self._sample.trail if self._sample is not None else (),
         )
+
+    def _may_wait_beyond(self) -> bool:
+        """Whether the main thread may stand in a collective with ranks that are not of this model."""
+        groups = self._sample.groups if self._sample is not None else ()
+        known = [rank for group in groups for rank in dist.get_process_group_ranks(group)]
+        return not set(known or range(dist.get_world_size())) <= set(self._ranks)
 
     def _publish(self, position: Position) -> None:
         self._store.set(f"position/{self._rank}", position.to_json())
 
     def _positions(self) -> list[Position]:
         """The last position of every rank; empty while some rank has not begun to watch."""
-        keys = [f"position/{rank}" for rank in range(self._size)]
+        keys = [f"position/{rank}" for rank in self._ranks]
         if not self._store.check(keys):
             return []
         return [Position.from_json(text) for text in self._store.multi_get(keys)]
 
 
-def _own_store(ranks: tuple[int, ...]) -> Any | None:
+def _own_store(grid: GridGroup) -> Any | None:
     """A connection of its own to the job's store, under keys that only this runtime on these ranks uses."""
-    number = _watched[ranks] = _watched.get(ranks, 0) + 1
+    number = _watched[grid.ranks] = _watched.get(grid.ranks, 0) + 1
     store = dist.distributed_c10d._get_default_store()
     try:
         own = store.clone()  # type: ignore[attr-defined]
@@ -396,8 +405,7 @@ def _own_store(ranks: tuple[int, ...]) -> Any | None:
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         logger.warning("the lockstep monitor is off: no second connection to the store (%s)", error)
         return None
-    prefix = f"dmuon_lockstep/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{number}/"
-    return dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"dmuon_lockstep/{grid.name}/{number}/", own)  # type: ignore[attr-defined]
 
 
 def _sample(thread: int) -> Sample | None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping, Seque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmuon_hf.core.errors import ConfigurationError
@@ -20,7 +21,7 @@ from dmuon_hf.core.optim.state import fresh_state
 from dmuon_hf.core.optim.step import muon_rules
 from dmuon_hf.core.optim.update import Orthogonalize
 
-__all__ = ["BoundModel", "is_first_rank"]
+__all__ = ["BoundModel"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,14 @@ class BoundModel:
         return RankGroup(
             self.runtime.maximum, self.runtime.from_first, topology.device, is_first=topology.slot == (0, 0)
         )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that step together, which says what is the same on all."""
+        if not dist.is_initialized():
+            return True
+        ranks = self.runtime.topology.ranks
+        return dist.get_rank() == (0 if ranks is None else ranks[0])
 
     def trainable(self) -> tuple[dict[str, nn.Parameter], set[str]]:
         """The trainable parameters by canonical name, and which of them are on the muon route."""
@@ -110,14 +119,9 @@ class BoundModel:
     def warn_of_narrow_matrices(self) -> None:
         """Say on the first rank that matrices are kept in half precision."""
         dtypes = {str(param.dtype) for param in self.muon_params if param.dtype.itemsize < 4}
-        if dtypes and is_first_rank():
+        if dtypes and self.is_first:
             logger.warning(
                 "matrices are kept in %s: each update is computed in fp32 and rounded, so small ones are "
                 "lost. Load the model in float32 and use mixed precision for the computation.",
                 ", ".join(sorted(dtypes)),
             )
-
-
-def is_first_rank() -> bool:
-    """Whether this is rank 0 of the job, or its only process."""
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -15,7 +15,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
 from dmuon_hf.core.ns.agreement import require_same_on_all_ranks
 from dmuon_hf.core.optim.binding import check_equal_start, check_rebindable, check_replicas, debug_enabled
-from dmuon_hf.core.optim.bound import BoundModel, is_first_rank
+from dmuon_hf.core.optim.bound import BoundModel
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
 from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram
 from dmuon_hf.core.optim.groups import Defaults, forced_routes, materialised
@@ -382,7 +382,7 @@ class Muon(Optimizer):
 
     def _count_skip(self) -> None:
         self.skipped_steps += 1
-        if is_first_rank():
+        if self._bound.is_first:
             logger.warning(
                 "a gradient was infinite or NaN on some rank: this step is skipped on all ranks (%d skipped so far)",
                 self.skipped_steps,

@@ -54,32 +54,24 @@ class Team:
 
 def ranks_of(tensors: Sequence[Tensor]) -> list[int]:
     """Global ranks of all meshes that ``tensors`` lie on; see :func:`join`."""
-    covering = _covering_mesh(tensors)
-    if covering is not None:
-        return sorted(_members(covering))
-    return list(range(dist.get_world_size())) if any(isinstance(tensor, DTensor) for tensor in tensors) else []
+    return _cover(tensors)[0]
 
 
 def join(tensors: Sequence[Tensor]) -> Team:
     """The ranks of all meshes that ``tensors`` lie on, with a group of their own. Collective over them.
 
-    They are those of one tensor's mesh that contains all others, else of a root mesh that does, else the whole world:
-    a rank cannot see meshes that it is not part of. Plain tensors belong to this rank alone.
+    They are those of one tensor's mesh that contains all others, else of the dimensions of a root mesh along which they
+    extend (a stage of a pipeline, and not the others), else the whole world: a rank cannot see meshes that it is not
+    part of. Plain tensors belong to this rank alone.
     """
-    ranks = ranks_of(tensors)
+    ranks, links = _cover(tensors)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks:
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         return Team((rank,), rank, device)
-    covering = _covering_mesh(tensors)
-    meshes = _meshes(tensors)
-    device = device_of_mesh(meshes[0])
+    device = device_of_mesh(_meshes(tensors)[0])
     if len(ranks) == 1:
         return Team((rank,), rank, device)
-    if covering is not None:
-        links = [covering.get_group(dim) for dim in range(covering.ndim)]
-    else:
-        links = [dist.distributed_c10d._get_default_group()]
     return Team(tuple(ranks), rank, device, clone_group(ranks, like=links[0], purpose="sharded", across=links))
 
 
@@ -87,11 +79,23 @@ def _meshes(tensors: Sequence[Tensor]) -> list[DeviceMesh]:
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
 
 
-def _covering_mesh(tensors: Sequence[Tensor]) -> DeviceMesh | None:
+def _cover(tensors: Sequence[Tensor]) -> tuple[list[int], list[ProcessGroup]]:
+    """The ranks of :func:`join`, in order, and groups that together connect them; none for plain tensors."""
     meshes = _meshes(tensors)
+    if not meshes:
+        return [], []
     needed = {member for mesh in meshes for member in _members(mesh)}
-    roots = [mesh._get_root_mesh() for mesh in meshes]
-    return next((mesh for mesh in [*meshes, *roots] if needed <= set(_members(mesh))), None)
+    for mesh in meshes:
+        if needed <= set(_members(mesh)):
+            return sorted(_members(mesh)), [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for root in dict.fromkeys(mesh._get_root_mesh() for mesh in meshes):
+        here = root.get_coordinate()
+        if here is not None and needed <= set(_members(root)):
+            places = [(root.mesh == member).nonzero()[0].tolist() for member in needed]
+            extent = [dim for dim in range(root.ndim) if any(place[dim] != here[dim] for place in places)]
+            part = root.mesh[tuple(slice(None) if dim in extent else at for dim, at in enumerate(here))]
+            return sorted(part.flatten().tolist()), [root.get_group(dim) for dim in extent]
+    return list(range(dist.get_world_size())), [dist.distributed_c10d._get_default_group()]
 
 
 def agree_on_entries(
