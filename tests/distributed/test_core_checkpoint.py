@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,33 +96,6 @@ def test_tied_names_share_one_tensor() -> None:
     model, _ = single_run("tied", range(1))
     state = get_model_state_dict(model)
     assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
-
-
-def continued(rank: int, world: int, kind: str, layout: Layout, file: str, start: int, on_all_ranks: bool) -> None:
-    """Load the state of step ``start`` into another model, train two steps, write the new state over it."""
-    model, optimizer = build(kind, layout, world, seed=7, lr=0.5)
-    loaded: StateDicts = ({}, {})
-    if rank == 0 or on_all_ranks:
-        loaded = torch.load(file)
-    kept = copy.deepcopy(loaded)
-    set_model_state_dict(model, loaded[0])
-    set_optimizer_state_dict(model, optimizer, loaded[1])
-    assert_close(loaded, kept, atol=0.0)  # the caller's dicts are left alone
-    train(kind, model, optimizer, rank, world, range(start, start + 2))
-    state = states(model, optimizer)
-    if rank == 0:
-        torch.save(state, file)
-
-
-@pytest.mark.parametrize(("kind", "on_all_ranks"), [("uneven", True), ("tied", False)])
-def test_training_resumes_on_4_then_2x2_then_2_then_1(kind: str, on_all_ranks: bool, tmp_path: Path) -> None:
-    file = tmp_path / "state.pt"
-    torch.save(states(*single_run(kind, range(1))), file)
-    chain: list[tuple[int, Layout]] = [(4, "fsdp"), (4, "hsdp"), (2, "fsdp")]
-    for index, (world, layout) in enumerate(chain):
-        run_ranks(continued, world, kind, layout, str(file), 1 + 2 * index, on_all_ranks)
-    continued(0, 1, kind, "single", str(file), 7, on_all_ranks=True)
-    assert_close(torch.load(file), states(*single_run(kind, range(9))), atol=1e-4)
 
 
 def loads_in_place(rank: int, world: int, reference: StateDicts) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -22,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 import dmuon_hf.core.checkpoint as whole_state
 from dmuon_hf.core import Muon
 from dmuon_hf.core.runtime import OwnedTensor
-from dmuon_hf.core.runtime.state_dict_shim import install_state_dict_shim
 from tests.distributed.checkpoint_models import Layout, assert_close, build, single_run, train
 from tests.harness import run_ranks
 from tests.harness.faults import die
@@ -62,19 +59,6 @@ def next_stage(rank: int, world: int, kind: str, layout: Layout, stage: int, sou
     return whole(model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["uneven", "tied"])
-def test_dcp_training_resumes_on_4_then_2x2_then_2_then_1_then_4(kind: str, tmp_path: Path) -> None:
-    run_ranks(first_stage, 4, kind, "fsdp", str(tmp_path / "0"))
-    chain: list[Stage] = [(4, "hsdp"), (2, "fsdp"), (1, "single"), (4, "fsdp")]
-    for stage, (world, layout) in enumerate(chain, start=1):
-        arguments = (kind, layout, stage, str(tmp_path / str(stage - 1)), str(tmp_path / str(stage)))
-        if layout == "single":
-            result = next_stage(0, 1, *arguments)
-        else:
-            result = run_ranks(next_stage, world, *arguments)[0]
-        assert_close(result, whole(*single_run(kind, range(stage + 1))))
-
-
 def test_dcp_checkpoint_loads_into_a_plain_model(tmp_path: Path) -> None:
     run_ranks(first_stage, 2, "tied", "fsdp", str(tmp_path / "0"))
     model = tiny_llama(7, tied=True)
@@ -83,29 +67,6 @@ def test_dcp_checkpoint_loads_into_a_plain_model(tmp_path: Path) -> None:
     expected = single_run("tied", range(1))[0].state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-5)
-
-
-def full_round_trip(rank: int, world: int, kind: str, layout: Layout, broadcast: bool) -> Any:
-    install_state_dict_shim()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast)
-    model, optimizer = build(kind, layout, world, seed=1)
-    train(kind, model, optimizer, rank, world, range(1))
-    states = list(get_state_dict(model, optimizer, options=options))
-    if not broadcast:  # every rank reads the file
-        dist.broadcast_object_list(states, src=0)
-    model, optimizer = build(kind, layout, world, seed=7, lr=0.5)
-    loading = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_model_state_dict(model, states[0], options=loading)
-    set_optimizer_state_dict(model, optimizer, states[1], options=loading)
-    train(kind, model, optimizer, rank, world, range(1, 3))
-    return whole(model, optimizer)
-
-
-@pytest.mark.parametrize("broadcast", [True, False])
-@pytest.mark.parametrize(("kind", "layout", "world"), [("uneven", "fsdp", 2), ("tied", "hsdp", 4)])
-def test_whole_state_dicts_of_torch_resume_training(kind: str, layout: Layout, world: int, broadcast: bool) -> None:
-    result = run_ranks(full_round_trip, world, kind, layout, broadcast)[0]
-    assert_close(result, whole(*single_run(kind, range(3))))
 
 
 def gathered_formats(rank: int, world: int) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dmuon_hf.core.sharded.layout import Cut, ShardLayout
-from dmuon_hf.core.sharded.runs import Runs, chunk, length, placed, strided_chunk, whole
+from dmuon_hf.core.shards.layout import Cut, ShardLayout
+from dmuon_hf.core.shards.runs import Runs, chunk, length, placed, strided_chunk, whole
 
 SIZES = [1, 2, 3, 5, 7, 8, 9, 16, 33]
 

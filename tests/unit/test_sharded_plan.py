@@ -12,7 +12,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec, least_possible_load, matrix_cost
 from dmuon_hf.core.sharded import ShardedEntry, ShardedPlan, make_sharded_plan
 from dmuon_hf.core.sharded.itinerary import itinerary_of
-from dmuon_hf.core.sharded.layout import Cut, ShardLayout
+from dmuon_hf.core.shards.layout import Cut, ShardLayout
 from tests.unit.model_shapes import matrices_of
 
 SHARED = LinkCosts(near=0, far=0)

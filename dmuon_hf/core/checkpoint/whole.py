@@ -7,13 +7,14 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.grid_group import GridGroup, world_group
 from dmuon_hf.core.lockstep import meet
 from dmuon_hf.core.runtime.integrity import raise_together
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.runtime import Runtime, runtime_of
+from dmuon_hf.core.shards.parts import write_parts
 
 __all__ = ["begin", "device_of", "group_of", "is_first", "whole_of", "write_whole"]
 
@@ -69,7 +70,6 @@ def _has_storage_of_its_own(whole: Tensor, value: Tensor) -> bool:
 def write_whole(target: Tensor, whole: Tensor) -> None:
     """Write the whole into a tensor of any layout, which every rank knows in full: no communication."""
     if isinstance(target, DTensor) and not isinstance(target, OwnedTensor):
-        local = whole.to(device=target.device, dtype=target.dtype)
-        target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))
+        write_parts(target, whole)
     else:
         target.copy_(whole)

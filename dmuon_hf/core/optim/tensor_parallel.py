@@ -16,11 +16,11 @@ from dmuon_hf.core.optim.interfaces import DedicatedMatrix, Layout, OnBatch, Ten
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
-from dmuon_hf.core.sharded.layout import Cut, ShardLayout
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, make_sharded_plan
 from dmuon_hf.core.sharded.ranks import Team
 from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
 from dmuon_hf.core.sharded.workload import newton_schulz_calls
+from dmuon_hf.core.shards.layout import Cut, ShardLayout
 
 __all__ = ["TensorParallelMatrices", "tensor_parallel_matrices"]
 

@@ -4,6 +4,9 @@
 evenly by its placements, which for an owned tensor is the wrong cut. Two private functions of torch do that; the
 shim answers for owned tensors and passes everything else on unchanged.
 
+For a ``_StridedShard`` that cut can be wrong too, as can be what the planner of distributed checkpoints makes of it, a
+method of DTensor: the shim answers for these tensors as well ([Note: strided shards in state dicts]).
+
 Gathering a full state dict, saving and loading are collectives that are often called under ``if rank == 0``, and then
 meet whatever the other ranks communicate. Where owned tensors are involved the ranks meet first.
 
@@ -27,10 +30,12 @@ import torch.distributed.checkpoint.state_dict_saver as _saver
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.checkpoint import strided
 from dmuon_hf.core.lockstep import meet, monitor_on
 from dmuon_hf.core.runtime.integrity import raise_together, refuse_misplaced
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.runtime import runtime_of
+from dmuon_hf.core.shards.parts import cut_from, is_strided, write_parts
 
 __all__ = ["install_state_dict_shim", "is_installed", "uninstall_state_dict_shim", "watch_state_dicts"]
 
@@ -61,6 +66,9 @@ def install_state_dict_shim() -> None:
     ):
         _originals[name] = getattr(module, name)
         setattr(module, name, wrapper)
+    for name, around in strided.PROTOCOL.items():
+        _originals[name] = getattr(DTensor, name)
+        setattr(DTensor, name, around(_originals[name]))
 
 
 def uninstall_state_dict_shim() -> None:
@@ -68,6 +76,9 @@ def uninstall_state_dict_shim() -> None:
     for module, name in (_BROADCAST, _EVERY_RANK, _GATHER, _SAVE, _LOAD, _VERIFY):
         if name in _originals:
             setattr(module, name, _originals.pop(name))
+    for name in strided.PROTOCOL:
+        if name in _originals:
+            setattr(DTensor, name, _originals.pop(name))
 
 
 def is_installed() -> bool:
@@ -121,8 +132,10 @@ def _first_owned(value: Any) -> OwnedTensor | None:
     return next((owned for owned in map(_first_owned, items) if owned is not None), None)
 
 
-def _whole_to_owned(reference: OwnedTensor, whole: torch.Tensor) -> OwnedTensor:
+def _like(reference: DTensor, whole: torch.Tensor) -> DTensor:
     """Values known to every rank, in the layout of ``reference``, on the device and in the dtype of ``whole``."""
+    if not isinstance(reference, OwnedTensor):
+        return cut_from(whole, reference)
     owned = reference.like(whole.new_empty(reference.to_local().shape))
     owned.copy_(whole.detach())
     return owned
@@ -134,16 +147,19 @@ def _distribute_tensors(
     """With ``broadcast_from_rank0``: ``local_state_dict[key]`` is a pair (destination, whole tensor received)."""
     for key in keys:
         pair = local_state_dict.get(key)
-        if not (isinstance(pair, tuple) and isinstance(pair[0], OwnedTensor)):
+        if not (isinstance(pair, tuple) and (isinstance(pair[0], OwnedTensor) or is_strided(pair[0]))):
             continue
         destination, whole = pair
         if destination.shape != whole.shape:
             continue  # torch names the mismatch when it loads
         if destination.to_local().is_meta:
-            local_state_dict[key] = _whole_to_owned(destination, whole)
-        else:
+            local_state_dict[key] = _like(destination, whole)
+        elif isinstance(destination, OwnedTensor):
             with torch.no_grad():
                 local_state_dict[key] = destination.copy_(whole)
+        else:
+            write_parts(destination, whole, key)
+            local_state_dict[key] = destination
     _originals["_distribute_tensors"](local_state_dict, keys, device, pg)
 
 
@@ -153,10 +169,11 @@ def _distribute_state_dict(
     """Without ``broadcast_from_rank0``: every rank has the whole tensors."""
     remaining = {}
     for key, value in full_state_dict.items():
-        destination = local_state_dict.get(key)
+        destination: Any = local_state_dict.get(key)
         plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if isinstance(destination, OwnedTensor) and plain and value.shape == destination.shape:
-            local_state_dict[key] = _whole_to_owned(destination, value.to(device))
+        ours = isinstance(destination, OwnedTensor) or is_strided(destination)
+        if ours and plain and value.shape == destination.shape:
+            local_state_dict[key] = _like(destination, value.to(device))
         else:
             remaining[key] = value
     _originals["_distribute_state_dict"](remaining, local_state_dict, device, pg)

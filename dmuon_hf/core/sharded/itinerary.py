@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan
-from dmuon_hf.core.sharded.runs import Runs, length, placed
+from dmuon_hf.core.shards.runs import Runs, length, placed
 
 __all__ = ["Itinerary", "Leg", "Place", "Stop", "itinerary_of", "lying_whole"]
 

@@ -18,7 +18,7 @@ import torch
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec, imbalance, matrix_cost, sharing_is_cheaper
 from dmuon_hf.core.plan.local_search import Job, LocalSearch, Place
-from dmuon_hf.core.sharded.layout import ShardLayout
+from dmuon_hf.core.shards.layout import ShardLayout
 
 __all__ = ["BUCKET_NUMEL", "ShardedEntry", "ShardedPlan", "Task", "make_sharded_plan"]
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from dmuon_hf.core.device import device_of_mesh
 from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.process_groups import clone_group
-from dmuon_hf.core.sharded.layout import ShardLayout, SplitOrder
 from dmuon_hf.core.sharded.plan import ShardedEntry
+from dmuon_hf.core.shards.layout import ShardLayout, SplitOrder, holds_shape
 
 __all__ = ["Team", "agree_on_entries", "join", "ranks_of"]
 
@@ -132,15 +132,11 @@ def _fitting_orders(layout: ShardLayout, local: tuple[int, ...], rank: int) -> t
     coordinate = layout.coordinates()[layout.ranks.index(rank)]
     nested = layout.nested()
     orders: list[SplitOrder] = []
-    if _same_part(layout.local_shape(coordinate), local):
+    if holds_shape(layout, coordinate, local):
         orders.append("listed")
-    if nested is not None and _same_part(nested.local_shape(coordinate), local):
+    if nested is not None and holds_shape(nested, coordinate, local):
         orders.append("nested")
     return tuple(orders)
-
-
-def _same_part(expected: tuple[int, ...], local: tuple[int, ...]) -> bool:
-    return expected == local or (0 in expected and 0 in local)
 
 
 def _settled(entry: ShardedEntry, fits: tuple[SplitOrder, ...]) -> ShardedEntry:

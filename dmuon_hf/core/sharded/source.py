@@ -20,12 +20,12 @@ from dmuon_hf.core.optim.update import MuonRule, Orthogonalize
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
-from dmuon_hf.core.sharded.layout import layout_of
 from dmuon_hf.core.sharded.plan import BUCKET_NUMEL, ShardedEntry, make_sharded_plan
 from dmuon_hf.core.sharded.ranks import agree_on_entries, join
-from dmuon_hf.core.sharded.runs import placed
 from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
 from dmuon_hf.core.sharded.workload import newton_schulz_calls
+from dmuon_hf.core.shards.layout import layout_of
+from dmuon_hf.core.shards.runs import placed
 
 __all__ = ["ShardedMatrix", "ShardedSource"]
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.sharded.runs import Runs, chunk, length, strided_chunk, whole
+from dmuon_hf.core.shards.runs import Runs, chunk, length, strided_chunk, whole
 
-__all__ = ["Copy", "Cut", "ShardLayout", "SplitOrder", "layout_of"]
+__all__ = ["Copy", "Cut", "ShardLayout", "SplitOrder", "holds_shape", "layout_of"]
 
 Copy: TypeAlias = tuple[tuple[int, tuple[Runs, ...]], ...]
 """One copy of a tensor: the ranks that hold some of it, with the indices that each holds per tensor dimension."""
@@ -110,6 +110,12 @@ def layout_of(tensor: Tensor, name: str, *, rank: int = 0) -> ShardLayout:
         ranks=tuple(mesh.mesh.flatten().tolist()),
         cuts=tuple(_cut(placement, len(shape), name) for placement in tensor.placements),
     )
+
+
+def holds_shape(layout: ShardLayout, coordinate: Sequence[int], local: tuple[int, ...]) -> bool:
+    """Whether a local tensor of shape ``local`` can be what the rank at ``coordinate`` holds."""
+    expected = layout.local_shape(coordinate)
+    return expected == local or (0 in expected and 0 in local)
 
 
 def _cut(placement: Placement, ndim: int, name: str) -> Cut | None:
