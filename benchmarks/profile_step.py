@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import statistics
 import time
 from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
-from contenders import MODES, batch_of, build
+from contenders import MODES, REPLICATED, batch_of, build
 from launch import run_ranks
 from report import machine, print_header, print_table, write_json
 
@@ -71,67 +72,85 @@ class Sections:
         setattr(owner, attribute, timed)
 
 
+FSDP = "torch.distributed.fsdp._fully_shard"
+CORE = "dmuon_hf.core"
+SECTIONS = (
+    (f"{CORE}.runtime.hooks:UnitHooks.enter", "hook: before forward"),
+    (f"{CORE}.runtime.hooks:UnitHooks.leave", "hook: after forward"),
+    (f"{CORE}.runtime.hooks:UnitHooks._pre_backward", "hook: before backward"),
+    (f"{CORE}.runtime.hooks:UnitHooks._on_leave", "hook: leaving a module"),
+    (f"{CORE}.runtime.gradients:UnitGrads.arrived", "hook: gradient arrived"),
+    (f"{CORE}.runtime.schedule:BackwardPass._end", "hook: end of backward"),
+    (f"{CORE}.runtime.weights:UnitWeights.show_owned", "swap parameters"),
+    (f"{CORE}.runtime.weights:UnitWeights.show_whole", "swap parameters"),
+    (f"{CORE}.runtime.placement:OwnerBroadcast.gather", "gather: issue"),
+    (f"{CORE}.runtime.placement:OwnerBroadcast._copy_in", "gather: copy in"),
+    (f"{CORE}.runtime.weights:UnitWeights.wait", "gather: finish"),
+    (f"{CORE}.runtime.weights:UnitWeights.reshard", "gather: free"),
+    (f"{CORE}.runtime.gradients:UnitGrads._collect", "reduce: collect gradients"),
+    (f"{CORE}.runtime.reduction:OwnerReduction.launch", "reduce: pack"),
+    (f"{CORE}.runtime.reduction:_Stage.issue", "reduce: issue"),
+    (f"{CORE}.runtime.reduction:PendingReduction.finish_first_stage", "reduce: sum"),
+    (f"{CORE}.runtime.reduction:PendingReduction.finish", "reduce: mean"),
+    (f"{CORE}.runtime.collectives:InFlight.wait", None),
+    (f"{CORE}.runtime.gradients:UnitGrads.finish", "reduce: hand over .grad"),
+    (f"{CORE}.runtime.owned_tensor:OwnedTensor.like", "reduce: OwnedTensor.like"),
+    (f"{CORE}.runtime.publish:PublishBucket.issue", "step: publish"),
+    (f"{CORE}.runtime.publish:ColumnCopy.wait", "publish: finish"),
+    (f"{CORE}.replicated.averaging:GradientAveraging._arrived", "average: hook"),
+    (f"{CORE}.replicated.averaging:GradientAveraging._end", "average: end of backward"),
+    (f"{CORE}.replicated.bucket:GradBucket.launch", "average: pack and issue"),
+    (f"{CORE}.replicated.bucket:GradBucket.finish", "average: finish"),
+    (f"{CORE}.replicated.publish:UnitPublish.issue", "step: publish"),
+    (f"{CORE}.replicated.publish:UnitPublish.wait", "publish: finish"),
+    (f"{CORE}.runtime.runtime:Runtime.prepare_grads", "step: prepare"),
+    (f"{CORE}.sharded.surroundings:Surroundings.prepare_grads", "step: prepare"),
+    (f"{CORE}.optim.binding:Binding.inspect", "step: inspect model"),
+    (f"{CORE}.optim.muon:agree_on_step", "step: agreement"),
+    (f"{CORE}.optim.verdict:check_and_unscale_", "step: finite check"),
+    (f"{CORE}.runtime.runtime:Runtime._all_reduce", "step: agreement, all-reduce"),
+    (f"{CORE}.sharded.ranks:Team.all_reduce", "step: agreement, all-reduce"),
+    (f"{CORE}.optim.sweep:apply_muon", "step: stack, scale, split"),
+    (f"{CORE}.optim.update:advance_momentum", "step: momentum"),
+    (f"{CORE}.optim.update:apply_updates", "step: apply updates"),
+    (f"{CORE}.sharded.source:ShardedSource.update", "step: sharded, rest"),
+    (f"{CORE}.sharded.source:ShardedSource.flags", "step: flags"),
+    (f"{CORE}.sharded.step:ShardedStep._sent", "sharded: prepare bucket"),
+    (f"{CORE}.sharded.bucket:Bucket.send_directions", "sharded: pack directions"),
+    (f"{CORE}.sharded.bucket:Bucket._assembled", "sharded: unpack directions"),
+    (f"{CORE}.sharded.bucket:Bucket.orthogonalize", "sharded: scale, split"),
+    (f"{CORE}.sharded.bucket:Bucket.send_updates", "sharded: pack updates"),
+    (f"{CORE}.sharded.bucket:Bucket.apply", "sharded: unpack updates"),
+    (f"{CORE}.sharded.bucket:advance_momentum", "step: momentum"),
+    (f"{CORE}.sharded.bucket:apply_updates", "step: apply updates"),
+    (f"{CORE}.sharded.exchange:Exchange.issue", "sharded: issue"),
+    ("contenders:NewtonSchulzProbe.__call__", "step: Newton-Schulz"),
+    (f"{CORE}.optim.step:apply_adamw", "step: AdamW"),
+    ("torch.optim:AdamW.step", "step: AdamW"),
+    (f"{CORE}.optim.muon:Muon.zero_grad", "zero_grad"),
+    (f"{FSDP}._fsdp_param_group:FSDPParamGroup.unshard", "FSDP2: all-gather"),
+    (f"{FSDP}._fsdp_param_group:FSDPParamGroup.wait_for_unshard", "FSDP2: all-gather"),
+    (f"{FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", "FSDP2: reduce-scatter"),
+    (f"{FSDP}._fsdp_param_group:FSDPParamGroup.finalize_backward", "FSDP2: hooks"),
+    (f"{FSDP}._fsdp_state:FSDPState._pre_forward", "FSDP2: hooks"),
+    (f"{FSDP}._fsdp_state:FSDPState._post_forward", "FSDP2: hooks"),
+    (f"{FSDP}._fsdp_state:FSDPState._pre_backward", "FSDP2: hooks"),
+    (f"{FSDP}._fsdp_state:FSDPState._root_post_backward_final_callback", "FSDP2: hooks"),
+)
+"""What is timed, as ``module:attribute`` where the caller looks it up, and its section; ``None`` is waiting."""
+
+
+def owner_of(path: str) -> tuple[Any, str]:
+    """The module or class that has the last name of a ``module:attribute``."""
+    module, _, attribute = path.partition(":")
+    *outer, name = attribute.split(".")
+    return functools.reduce(getattr, outer, importlib.import_module(module)), name
+
+
 def instrument(sections: Sections) -> None:
     """Wrap what the sections name. Before any contender is built, since hooks bind what they find."""
-    from contenders import NewtonSchulzProbe
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    from torch.optim import AdamW
-
-    from dmuon_hf.core.optim import muon, update, verdict
-    from dmuon_hf.core.runtime import unit
-    from dmuon_hf.core.runtime.collectives import InFlight
-    from dmuon_hf.core.runtime.hooks import _UnitHooks
-    from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
-    from dmuon_hf.core.runtime.placement import OwnerBroadcast
-    from dmuon_hf.core.runtime.publish import ColumnCopy, PublishBucket
-    from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction, _Stage
-    from dmuon_hf.core.runtime.runtime import Runtime
-    from dmuon_hf.core.runtime.schedule import BackwardPass
-
-    for owner, attribute, section in (
-        (_UnitHooks, "pre_forward", "hook: before forward"),
-        (_UnitHooks, "post_forward", "hook: after forward"),
-        (_UnitHooks, "_pre_backward", "hook: before backward"),
-        (_UnitHooks, "_on_leave", "hook: leaving a module"),
-        (unit.Unit, "grad_arrived", "hook: gradient arrived"),
-        (BackwardPass, "_end", "hook: end of backward"),
-        (unit.Unit, "_show_owned", "swap parameters"),
-        (unit.Unit, "_unshard", "swap parameters"),
-        (OwnerBroadcast, "gather", "gather: issue"),
-        (OwnerBroadcast, "_copy_in", "gather: copy in"),
-        (unit.Unit, "wait_gather", "gather: finish"),
-        (unit.Unit, "reshard", "gather: free"),
-        (unit.Unit, "_fold", "reduce: fold gradients"),
-        (OwnerReduction, "launch", "reduce: pack"),
-        (_Stage, "issue", "reduce: issue"),
-        (PendingReduction, "finish_first_stage", "reduce: sum"),
-        (PendingReduction, "finish", "reduce: mean"),
-        (InFlight, "wait", None),
-        (unit.Unit, "finish_reduction", "reduce: hand over .grad"),
-        (OwnedTensor, "like", "reduce: OwnedTensor.like"),
-        (muon, "agree_on_step", "step: agreement"),
-        (verdict, "check_and_unscale_", "step: finite check"),
-        (Runtime, "_all_reduce", "step: agreement, all-reduce"),
-        (muon, "apply_muon", "step: momentum and update"),
-        (update, "_orthogonal_updates", "step: stack, scale, split"),
-        (NewtonSchulzProbe, "__call__", "step: Newton-Schulz"),
-        (muon, "apply_adamw", "step: AdamW"),
-        (AdamW, "step", "step: AdamW"),
-        (Runtime, "publish", "step: publish"),
-        (PublishBucket, "issue", "step: publish"),
-        (ColumnCopy, "wait", "publish: finish"),
-        (muon.Muon, "zero_grad", "zero_grad"),
-        (FSDPParamGroup, "unshard", "FSDP2: all-gather"),
-        (FSDPParamGroup, "wait_for_unshard", "FSDP2: all-gather"),
-        (FSDPParamGroup, "post_backward", "FSDP2: reduce-scatter"),
-        (FSDPParamGroup, "finalize_backward", "FSDP2: hooks"),
-        (FSDPState, "_pre_forward", "FSDP2: hooks"),
-        (FSDPState, "_post_forward", "FSDP2: hooks"),
-        (FSDPState, "_pre_backward", "FSDP2: hooks"),
-        (FSDPState, "_root_post_backward_final_callback", "FSDP2: hooks"),
-    ):
-        sections.wrap(owner, attribute, section)
+    for path, section in SECTIONS:
+        sections.wrap(*owner_of(path), section)
 
 
 def profile(rank: int, world: int, modes: list[str], steps: int, warmup: int) -> dict[str, dict[str, list[float]]]:
@@ -171,7 +190,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["adamw-z3", "dmuon-z3"])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES | REPLICATED), default=["adamw-z3", "dmuon-z3"])
     parser.add_argument("--json", help="write the result here")
     options = parser.parse_args()
     where = machine()

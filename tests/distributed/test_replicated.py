@@ -162,6 +162,22 @@ def test_clip_grad_norm_of_torch_takes_the_true_norm_on_every_rank(mode: str) ->
             torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def _storages_of_gradients(rank: int, world: int) -> dict[str, set[int]]:
+    run = Run("ddp", "uneven")
+    model, optimizer = prepare(run, world)
+    backward(model, run, 0, rank, world)
+    storages: dict[str, set[int]] = {}
+    for matrix in optimizer.runtime.dedicated.values():
+        storages.setdefault(matrix.unit, set()).add(matrix.param.grad.untyped_storage().data_ptr())
+    return storages
+
+
+def test_averaged_gradients_of_a_unit_are_what_was_sent_and_no_copy_of_it() -> None:
+    for storages in run_ranks(_storages_of_gradients, 2):
+        assert len(storages) > 1
+        assert all(len(of_unit) == 1 for of_unit in storages.values())
+
+
 def _clip_matrices(rank: int, world: int) -> None:
     run = Run("ddp", "uneven")
     model, optimizer = prepare(run, world)

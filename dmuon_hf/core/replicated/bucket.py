@@ -79,14 +79,10 @@ class GradBucket:
         grads = [grad_part(param) for param in self._sent]
         flags.copy_(torch.tensor([grad is not None for grad in grads], dtype=self._dtype))
         present = [(part, grad.reshape(-1)) for part, grad in zip(parts, grads, strict=True) if grad is not None]
-        if present:
-            torch._foreach_copy_([part for part, _ in present], [grad for _, grad in present])
+        _write_shares(present, self._size)
         missing = [part for part, grad in zip(parts, grads, strict=True) if grad is None]
         if missing:
             torch._foreach_zero_(missing)
-        if self._dtype is torch.float16:
-            # A sum of many ranks could overflow.
-            packed.div_(self._size)
         self._packed = packed
         self._context.monitor.issue(Channel.SHARD, f"gradient average of {self.name}")
         with record_function(f"dmuon::average {self.name}"):
@@ -99,23 +95,26 @@ class GradBucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put the means on ``.grad``. Waits for the device where a gradient is missing here, to learn if it is all."""
+        """Put the means on ``.grad``. Waits for the device where a gradient is missing here, to learn if it is all.
+
+        Where the buffer is laid out as the gradients are, they become views of it, which saves a copy of them all.
+        """
         if self._flight is None:
             return
         packed = self._wait()
-        if self._dtype is not torch.float16:
-            packed.div_(self._size)
         sizes = [part_of(param).numel() for param in self._sent]
         *parts, flags = packed.split([*sizes, len(sizes)])
         means = [part.view_as(part_of(param)) for param, part in zip(self._sent, parts, strict=True)]
-        pairs = list(zip(self._sent, means, strict=True))
-        here = [(part_of(param.grad), mean) for param, mean in pairs if param.grad is not None]
-        if here:
-            torch._foreach_copy_([grad for grad, _ in here], [mean for _, mean in here])
-        if len(here) < len(pairs):
-            for (param, mean), seen in zip(pairs, flags.tolist(), strict=True):
-                if param.grad is None and seen:
-                    param.grad = part_like(param, mean.to(param.dtype, copy=True))
+        copied: list[tuple[Tensor, Tensor]] = []
+        seen = flags.tolist() if any(param.grad is None for param in self._sent) else [1.0] * len(means)
+        for param, mean, has_grad in zip(self._sent, means, seen, strict=True):
+            grad = None if param.grad is None else part_of(param.grad)
+            if grad is not None and not (grad.dtype is mean.dtype and grad.is_contiguous()):
+                copied.append((grad, mean))
+            elif has_grad:
+                param.grad = part_like(param, mean.to(param.dtype))
+        if copied:
+            torch._foreach_copy_([grad for grad, _ in copied], [mean for _, mean in copied])
 
     def end_pass(self) -> None:
         """Make ready for the next pass; what is in flight is waited for and dropped."""
@@ -131,3 +130,19 @@ class GradBucket:
         self._flight = None
         packed, self._packed = self._packed, self._packed[:0]
         return packed
+
+
+def _write_shares(pairs: Sequence[tuple[Tensor, Tensor]], ranks: int) -> None:
+    """Write each gradient's share of the mean into its part: no sum of many ranks overflows, and none is divided after.
+
+    One pass where a call costs little, two calls where each is a launch.
+    """
+    if not pairs:
+        return
+    parts, grads = [part for part, _ in pairs], [grad for _, grad in pairs]
+    if parts[0].device.type == "cpu" and all(grad.dtype is parts[0].dtype for grad in grads):
+        for part, grad in pairs:
+            torch.div(grad, ranks, out=part)
+        return
+    torch._foreach_copy_(parts, grads)
+    torch._foreach_div_(parts, float(ranks))

@@ -53,13 +53,17 @@ class Bucket:
         stop: What this rank does, without the matrices that nobody saw a gradient for.
         parts: This rank's part of the matrix of every task of the bucket that it holds some of.
         dtype: What travels.
+        wide: What momentum and updates are computed in, one dtype for a bucket.
     """
 
-    def __init__(self, exchange: Exchange, stop: Stop, parts: Mapping[int, Part], dtype: torch.dtype) -> None:
+    def __init__(
+        self, exchange: Exchange, stop: Stop, parts: Mapping[int, Part], dtype: torch.dtype, wide: torch.dtype
+    ) -> None:
         self._exchange = exchange
         self._stop = stop
         self._parts = parts
         self._dtype = dtype
+        self._wide = wide
         self._updates: dict[int, Tensor] = {}
         self._shipment: Shipment | None = None
 
@@ -90,7 +94,7 @@ class Bucket:
 
     def send_updates(self) -> None:
         """Send updates home to everyone who holds some of their matrix. Collective."""
-        shipment = self._ship(self._stop.gives, self._stop.gets)
+        shipment = self._ship(self._stop.gives, self._stop.gets, read_as=self._wide)
         _copy(
             [
                 block
@@ -115,8 +119,8 @@ class Bucket:
 
     def _assembled(self) -> tuple[list[Stack], list[list[int]]]:
         """Stacks of whole directions, one for each stored shape, decomposition and rule, and the tasks in them."""
-        received = self._received()
-        received = read_parts(received, [self._stop.work.index(leg.task) for leg in self._stop.takes])
+        place = {task: number for number, task in enumerate(self._stop.work)}
+        received = read_parts(self._received(), [place[leg.task] for leg in self._stop.takes])
         groups = alike(self._stop.work, lambda task: self._parts[task].decomposition)
         stacks: list[Stack] = []
         target: dict[int, Tensor] = {}
@@ -133,8 +137,16 @@ class Bucket:
         )
         return stacks, list(groups.values())
 
-    def _ship(self, outgoing: Sequence[Leg], incoming: Sequence[Leg], *, header: int = 0) -> Shipment:
-        return Shipment(self._exchange, _parcels(outgoing, header), _parcels(incoming, header), self._dtype)
+    def _ship(
+        self,
+        outgoing: Sequence[Leg],
+        incoming: Sequence[Leg],
+        *,
+        header: int = 0,
+        read_as: torch.dtype | None = None,
+    ) -> Shipment:
+        parcels = _parcels(outgoing, header), _parcels(incoming, header)
+        return Shipment(self._exchange, *parcels, self._dtype, read_as=read_as)
 
     def _received(self) -> list[Tensor]:
         if self._shipment is None:

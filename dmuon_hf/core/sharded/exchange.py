@@ -30,28 +30,40 @@ class Parcel:
 
 
 class Shipment:
-    """One all-to-all: buffers, flat views of each parcel in them, and the collective once it is issued."""
+    """One all-to-all in ``dtype``: buffers, flat views of each parcel in them, and the collective once it is issued.
+
+    What comes in is cast to ``read_as`` as one tensor, where that is another dtype.
+    """
 
     def __init__(
-        self, exchange: Exchange, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], dtype: torch.dtype
+        self,
+        exchange: Exchange,
+        outgoing: Sequence[Parcel],
+        incoming: Sequence[Parcel],
+        dtype: torch.dtype,
+        *,
+        read_as: torch.dtype | None = None,
     ) -> None:
         self._exchange = exchange
         self._sent, self.outgoing = _buffer(outgoing, dtype, exchange.team.device)
         self._received, self.incoming = _buffer(incoming, dtype, exchange.team.device)
         self._splits = [_splits(parcels, len(exchange.team.ranks)) for parcels in (incoming, outgoing)]
+        self._read_as = read_as or dtype
         self._flight: InFlight | None = None
 
     def send(self) -> None:
         """Issue the exchange of what was written into ``outgoing``. Collective over the team."""
         self._flight = self._exchange.issue(self._received, self._sent, *self._splits)
-        del self.outgoing, self._sent, self._received
+        del self.outgoing, self._sent
 
     def wait(self) -> list[Tensor]:
         """What came in, once it is there."""
         if self._flight is None:
             raise RuntimeError("wait() before send()")
         self._flight.wait()
-        return self.incoming
+        if self._read_as is self._received.dtype:
+            return self.incoming
+        return list(self._received.to(self._read_as).split([parcel.numel() for parcel in self.incoming]))
 
 
 class Exchange:

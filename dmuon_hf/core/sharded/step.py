@@ -91,7 +91,7 @@ class ShardedStep:
         parts = {task: self._part(place) for task, place in stop.places.items()}
         entry = next(self._plan.entries[task.entry] for task in self._plan.tasks if task.bucket == number)
         dtype = wire_dtype(self._orthogonalize, entry.momentum_dtype, self._exchange.team.device)
-        bucket = Bucket(self._exchange, stop, parts, dtype)
+        bucket = Bucket(self._exchange, stop, parts, dtype, entry.momentum_dtype)
         bucket.send_directions()
         return bucket
 
