@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from dmuon_hf.core.checkpoint.reading import into_fresh_tensors
 from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = [
@@ -173,7 +174,7 @@ def _read_sharded(stored: Stored, prefix: str = "") -> dict[str, Any]:
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(prefix)
     }
-    with warnings.catch_warnings():
+    with into_fresh_tensors(), warnings.catch_warnings():
         # That one process reads, which is what is wanted.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(flat, storage_reader=FileSystemReader(stored.path), no_dist=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon_hf.core.checkpoint.reading import guard_loads
 from dmuon_hf.core.environment import switch
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
@@ -25,7 +26,7 @@ from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
 from dmuon_hf.core.optim.selection import Selection
-from dmuon_hf.core.optim.state import check_loadable, follow_parameters, restore_state
+from dmuon_hf.core.optim.state import PARAM_NAMES, check_loadable, follow_parameters, restore_state
 from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
 from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.verdict import agree_on_step
@@ -197,6 +198,7 @@ class Muon(Optimizer):
         if not defer_state:
             self._reset_state()
         self.runtime.set_forward_prefetch_depth(forward_prefetch_depth)
+        guard_loads(self)
         if debug_enabled() and self.runtime.dedicated:
             self.register_step_post_hook(lambda *_: check_replicas(self._bound.model))
 
@@ -243,9 +245,12 @@ class Muon(Optimizer):
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State and hyperparameters, as ``torch.optim.Optimizer.state_dict``."""
+        """State and hyperparameters, as ``torch.optim.Optimizer.state_dict``, and ``"param_names"`` of each group.
+
+        torch keys state by place in the groups: the names tell a load whether they are the same places.
+        """
         take_cycled_momentum(self.param_groups)
-        return super().state_dict()
+        return {**super().state_dict(), PARAM_NAMES: [list(names) for names in self._names]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and hyperparameters; momentum keeps fp32. See ``torch.optim.Optimizer.load_state_dict``.

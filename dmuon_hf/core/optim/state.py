@@ -14,7 +14,10 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.update import momentum_dtype
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 
-__all__ = ["check_loadable", "follow_parameters", "fresh_state", "restore_state"]
+__all__ = ["PARAM_NAMES", "check_loadable", "follow_parameters", "fresh_state", "restore_state"]
+
+PARAM_NAMES = "param_names"
+"""Key of an optimizer's state dict: the canonical names of the parameters of each group, in order."""
 
 _STATE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "muon": ("momentum_buffer",),
@@ -80,11 +83,26 @@ def check_loadable(
             f"the state dict has groups {theirs} of (group_name, parameters), this optimizer has {ours}: build it with "
             "the param_groups and the dedicate_params predicate that the state was saved with"
         )
+    _check_names(groups, names, state_dict.get(PARAM_NAMES))
     saved_state = state_dict["state"]
     for group, group_names, saved in zip(groups, names, saved_groups, strict=True):
         for param, name, key in zip(group["params"], group_names, saved["params"], strict=True):
             if param.requires_grad or key in saved_state:
                 _check_entry(layouts.get(id(param), param), name, group["route"], saved_state.get(key))
+
+
+def _check_names(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]] | None
+) -> None:
+    for group, here, there in zip(groups, names, names if saved is None else saved, strict=True):
+        for place, (name, other) in enumerate(zip(here, there, strict=True)):
+            if name != other:
+                raise ConfigurationError(
+                    f"the state dict has {other!r} at place {place} of group {group['group_name']!r}, where this "
+                    f"optimizer has {name!r}: state goes by place, so it would go to another parameter. Build the "
+                    "optimizer in the order that the state was saved in, or load with set_optimizer_state_dict(), "
+                    "which goes by name"
+                )
 
 
 def _check_entry(layout: Tensor, name: str, route: str, entry: Mapping[str, Any] | None) -> None:

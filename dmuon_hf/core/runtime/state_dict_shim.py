@@ -10,6 +10,8 @@ method of DTensor: the shim answers for these tensors as well ([Note: strided sh
 Gathering a full state dict, saving and loading are collectives that are often called under ``if rank == 0``, and then
 meet whatever the other ranks communicate. Where owned tensors are involved the ranks meet first.
 
+Loads of distributed checkpoints happen as a whole or not at all (``core/checkpoint/reading.py``).
+
 Before a state dict of a dedicated model is made or loaded, the model is asked whether it still uses what the owners
 hold: together for full ones, which are collectives, and on this rank alone for ``state_dict()`` and sharded ones.
 
@@ -31,6 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.checkpoint import strided
+from dmuon_hf.core.checkpoint.reading import guards_loads, load_as_a_whole
 from dmuon_hf.core.lockstep import meet, monitor_on
 from dmuon_hf.core.runtime.integrity import raise_together, refuse_misplaced
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
@@ -61,7 +64,7 @@ def install_state_dict_shim() -> None:
         (_EVERY_RANK, _distribute_state_dict),
         (_GATHER, _after_meeting("_gather_state_dict", _FULL)),
         (_SAVE, _after_meeting("_save_state_dict", "torch.distributed.checkpoint.save")),
-        (_LOAD, _after_meeting("_load_state_dict", "torch.distributed.checkpoint.load")),
+        (_LOAD, _load_state_dict),
         (_VERIFY, _verify_options),
     ):
         _originals[name] = getattr(module, name)
@@ -122,6 +125,16 @@ def _after_meeting(name: str, what: str) -> Callable[..., Any]:
         return _originals[name](state_dict, *args, **kwargs)
 
     return wrapper
+
+
+def _load_state_dict(state_dict: dict[str, Any], storage_reader: Any, *args: Any, **kwargs: Any) -> None:
+    """Behind a meeting, and as a whole or not at all where anything of ours may be loaded."""
+    load = _after_meeting("_load_state_dict", "torch.distributed.checkpoint.load")
+    if _first_owned(state_dict) is None and not guards_loads():
+        load(state_dict, storage_reader, *args, **kwargs)
+        return
+    named = dict(zip(("process_group", "coordinator_rank", "no_dist", "planner"), args, strict=False))
+    load_as_a_whole(load, state_dict, storage_reader, **named, **kwargs)
 
 
 def _first_owned(value: Any) -> OwnedTensor | None:
