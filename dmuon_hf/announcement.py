@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.adapters import has_adapters
 from dmuon_hf.core.ns.inputs import compute_dtype
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.core.plan.partition import imbalance
@@ -93,7 +94,8 @@ def unexpected(model: nn.Module, optimizer: dmuon.Muon) -> Iterator[str]:
     """What a user of Muon would not expect of this run, a sentence each."""
     sizes = _sizes(optimizer)
     share = sizes["muon"] / max(1, sizes["muon"] + sizes["adamw"])
-    if share < _LITTLE:
+    # Half of LoRA is factors A, which its policy leaves to AdamW.
+    if share < (0.0 if sizes["muon"] and has_adapters(model) else _LITTLE):
         reason, elements = _most_of_the_rest(model, optimizer)
         yield (
             f"Muon updates only {100 * share:.0f} % of the trainable elements: {_short(elements)} are {reason}, on "

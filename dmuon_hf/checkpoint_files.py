@@ -6,6 +6,7 @@
 | one process, accelerate      | `model.safetensors` or `pytorch_model.bin`    | `optimizer.bin`         |
 | FSDP2 with FULL_STATE_DICT   | `pytorch_model_fsdp.bin`                      | `optimizer.bin`         |
 | FSDP2 with SHARDED_STATE_DICT| `pytorch_model_fsdp_0/`                       | `optimizer_0/`          |
+| any, of adapters (peft)      | `adapter_model.safetensors`, also in a folder | as above                |
 
 The directories are PyTorch's distributed checkpoints (DCP). A directory that was saved into in several modes holds
 several forms; the newest is taken. Nothing here communicates, and files are unpickled with `weights_only`.
@@ -54,8 +55,12 @@ class Stored:
     sharded: bool
 
 
-def model_in(directory: Path, index: int = 0) -> Stored:
+def model_in(directory: Path, index: int = 0, adapter: str | None = None) -> Stored:
     """The weights of the `index`-th model of a checkpoint.
+
+    Args:
+        adapter: name of the adapter that is trained, None without one. A checkpoint then may hold its weights alone, in
+            a folder of that name where it is not peft's `default`.
 
     Raises:
         ConfigurationError: there are none.
@@ -68,6 +73,8 @@ def model_in(directory: Path, index: int = 0) -> Stored:
         f"pytorch_model{numbered}.bin",
         f"pytorch_model{numbered}.bin.index.json",
     ]
+    if adapter is not None:
+        names += [f"{folder}adapter_model.{kind}" for folder in (f"{adapter}/", "") for kind in ("safetensors", "bin")]
     found = _newest(directory, f"pytorch_model_fsdp_{index}", names)
     if found is None:
         raise ConfigurationError(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.adapters import has_adapters
 from dmuon_hf.boundaries import embeddings
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec
@@ -39,16 +40,9 @@ _USE_FSDP2 = "use FSDP2: `fsdp_version: 2` in the accelerate config, or DMuonPlu
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models that are quantised, wrapped, have adapters, or that others than transformers have sharded."""
+    """Refuse models that are quantised without adapters, wrapped, or that others than transformers have sharded."""
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigurationError(
-            "this model is quantised: its weights cannot take Muon updates. Load it without quantization_config, or "
-            "call dequantize() first and then drop config.quantization_config and hf_quantizer"
-        )
-    if getattr(model, "peft_config", None):
-        raise NotImplementedError(
-            "training PEFT adapters with Muon is not built yet; train the full model, or the adapters with AdamW"
-        )
+        _check_quantized(model)
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
         raise ConfigurationError(f"pass the model itself, not its {type(model).__name__} wrapper; {_USE_FSDP2}")
     if is_loaded_in_shards(model):
@@ -61,6 +55,21 @@ def check_model(model: nn.Module) -> None:
                 "accelerate.prepare shards it. A model that is sharded already trains with dmuon_hf.core.Muon(model, "
                 "predicate=...)"
             )
+
+
+def _check_quantized(model: nn.Module) -> None:
+    if not has_adapters(model):
+        raise ConfigurationError(
+            "this model is quantised: its weights cannot take Muon updates. Add adapters (peft) and train these, load "
+            "it without quantization_config, or call dequantize() first and then drop config.quantization_config and "
+            "hf_quantizer"
+        )
+    trained = (name for name, p in model.named_parameters() if p.requires_grad and not p.is_floating_point())
+    name = next(trained, None)
+    if name is not None:
+        raise ConfigurationError(
+            f"{name!r} is quantised and trainable: freeze the quantised base, so that the adapters train alone"
+        )
 
 
 def check_any_muon(model: nn.Module, specs: Sized) -> None:

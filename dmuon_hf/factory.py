@@ -17,6 +17,7 @@ from torch import nn
 
 import dmuon_hf.core as dmuon
 from dmuon_hf import checks
+from dmuon_hf.adapters import trained_factors
 from dmuon_hf.announcement import announce_at_first_step
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
@@ -123,6 +124,7 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
             know or that are to be cut otherwise; instead of a `MatrixSpec` also `"whole"`, `"qkv"`, `"qkv_per_head"`,
             `"qkv_per_key_value_head"`, `"kv"`, `"gate_up"`, `"gate_up_alternating"` or `"query_gate_per_head"`.
         per_head: orthogonalise queries, keys and values head by head.
+        lora: which factors of LoRA adapters Muon takes: `"adamw"` none, `"muon_b"` the factors B, `"muon"` both.
         replicate_async: under HSDP, publish updated weights while the next forward runs.
 
     Raises:
@@ -166,7 +168,6 @@ def create_optimizer(
 
     Raises:
         ConfigurationError: no Muon matrix, quantised or already sharded model, contradictory options.
-        NotImplementedError: a PEFT model.
     """
     from dmuon_hf import hooks
 
@@ -181,16 +182,28 @@ def create_optimizer(
     if lr is None:
         raise ConfigurationError("create_optimizer needs lr= (or TrainingArguments as second argument)")
     in_place: dict[str, Any] = {}
+    adapters_alone = False
     muon_names: Collection[str]
     if is_loaded_in_shards(model):
         muon_names = specs = _specs(survey(model), settings)
+        checks.check_any_muon(model, specs)
         in_place, is_prepared_later = selection_of(model, specs), False
     else:
         # Under FSDP2 `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
-        runtime = _dedicate(model, settings)
+        runtime, adapters_alone = _dedicate(model, settings)
         muon_names = {name for name, matrix in runtime.dedicated.items() if matrix.route == "muon"}
         is_prepared_later = runtime.topology.is_distributed and not runtime.topology.keeps_whole
     rates = _rates(settings, lr, _first(weight_decay, 0.0))
+    groups = lowered(
+        model,
+        rates,
+        settings.rate_groups(),
+        decay_names=_default_decay_names(model) if decay_names is None else decay_names,
+        muon_names=muon_names,
+        found=lambda: survey(model),
+    )
+    if adapters_alone:
+        groups = [{**group, "dmuon_route": "adamw"} for group in groups]
     optimizer = dmuon.Muon(
         model,
         lr=rates.muon_lr,
@@ -204,14 +217,7 @@ def create_optimizer(
         adamw_eps=_first(eps, 1e-8),
         replicate_async=settings.replicate_async,
         defer_state=is_prepared_later,
-        param_groups=lowered(
-            model,
-            rates,
-            settings.rate_groups(),
-            decay_names=_default_decay_names(model) if decay_names is None else decay_names,
-            muon_names=muon_names,
-            found=lambda: survey(model),
-        ),
+        param_groups=groups,
         **in_place,
     )
     if settings.momentum_schedule is not None:
@@ -220,8 +226,12 @@ def create_optimizer(
     return optimizer
 
 
-def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
-    """Give the Muon weights their owners; a model that its user dedicated stays as it is."""
+def _dedicate(model: nn.Module, options: DMuonOptions) -> tuple[Runtime, bool]:
+    """Give the Muon weights their owners; a model that its user dedicated stays as it is.
+
+    Where nothing else trains, adapters that are left to AdamW get owners too, and it is said that AdamW is to update
+    them.
+    """
     launch = current_launch()
     runtime = runtime_of(model)
     if runtime is not None:
@@ -230,13 +240,17 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> Runtime:
                 "the model already has dedicated parameters, so predicate=, routes=, layouts= and per_head= would have "
                 "no effect: leave them out, or leave the dedication to this call"
             )
-        return runtime
+        return runtime, False
     found = survey(model, launch.block_classes)
     specs = _specs(found, options)
+    adapters_alone = not specs and options.predicate is None and not options.routes
+    if adapters_alone:
+        specs = trained_factors(model)
+    checks.check_any_muon(model, specs)
     if launch.shard_mesh is not None and not launch.replicated:
         checks.check_shared_parameters(found)
     launch.dedicate(found, specs)
-    return require_runtime(model)
+    return require_runtime(model), adapters_alone
 
 
 def _specs(found: Survey, options: DMuonOptions) -> dict[str, dmuon.MatrixSpec]:
@@ -247,11 +261,10 @@ def _specs(found: Survey, options: DMuonOptions) -> dict[str, dmuon.MatrixSpec]:
         overrides=options.routes,
         layouts=options.layouts,
         per_head=options.per_head,
+        lora=options.lora,
         found=found,
     )
-    specs = muon_specs(table)
-    checks.check_any_muon(found.model, specs)
-    return specs
+    return muon_specs(table)
 
 
 def _rates(options: DMuonOptions, lr: float, weight_decay: float) -> Rates:

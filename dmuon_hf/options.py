@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.adapters import LoraPolicy, check_lora
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.coefficients import Coefficients, schedule
 from dmuon_hf.rates import RateGroup, rate_groups
@@ -60,6 +61,7 @@ class DMuonOptions:
     routes: Mapping[str, str] | None = None
     layouts: Mapping[str, dmuon.MatrixSpec | str] | None = None
     per_head: bool = False
+    lora: LoraPolicy = "adamw"
     replicate_async: bool = True
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class DMuonOptions:
                 "(only lr_scale='match_rms_adamw' can share the AdamW learning rate)"
             )
         self._check_momentum()
+        check_lora(self.lora, ["of a model that is not known yet"])
         if self.coefficients is not None:
             schedule(self.coefficients)
             if isinstance(self.ns_backend, dmuon.NewtonSchulz):

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import nn
 
+from dmuon_hf.adapters import LoraPolicy, check_lora, lora_factors
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.families import layout_of
@@ -60,6 +61,7 @@ def routes(
     overrides: Mapping[str, str] | None = None,
     layouts: Mapping[str, MatrixSpec | str] | None = None,
     per_head: bool = False,
+    lora: LoraPolicy = "adamw",
     found: Survey | None = None,
 ) -> dict[str, Route]:
     """Route of every parameter of `model`, by canonical name, in the order of `named_parameters()`.
@@ -75,13 +77,15 @@ def routes(
         layouts: `{name or shell pattern: MatrixSpec, or a name such as "qkv" and "gate_up"}`, the logical matrices of
             fused weights that no family says, or says otherwise; the last matching entry wins.
         per_head: orthogonalise queries, keys and values head by head instead of all heads of one as one matrix.
+        lora: which factors of LoRA adapters Muon takes: none (`"adamw"`), the factors B (`"muon_b"`), or both
+            (`"muon"`).
         found: the survey of the model, where there is one already.
 
     Raises:
         ConfigurationError: a weight that is not a matrix was sent to Muon, a layout does not fit its weight, or an
             entry of `overrides` or `layouts` matches nothing.
     """
-    context = _Context(found or survey(model), layouts or {}, per_head)
+    context = _Context(found or survey(model), layouts or {}, per_head, lora)
     unused = set(overrides or ())
     table: dict[str, Route] = {}
     for raw_name, parameter in model.named_parameters():
@@ -109,16 +113,25 @@ def _matches(name: str, pattern: str) -> bool:
 class _Context:
     """The survey of one model and what its caller says about layouts."""
 
-    def __init__(self, found: Survey, layouts: Mapping[str, MatrixSpec | str], per_head: bool) -> None:
+    def __init__(
+        self, found: Survey, layouts: Mapping[str, MatrixSpec | str], per_head: bool, lora: LoraPolicy
+    ) -> None:
         self._found = found
         self._layouts = layouts
         self._per_head = per_head
         self._stacks = known_stacks(found.model)
+        self._lora = lora
+        self._factors = lora_factors(found.model)
+        check_lora(lora, self._factors)
 
     def default_route(self, name: str, parameter: nn.Parameter) -> Route:
         """The route without predicate and overrides."""
         if not parameter.requires_grad:
             return Route("frozen", None, "requires_grad is False")
+        factor = self._factors.get(name)
+        if factor is not None:
+            is_muon = factor.is_on_muon(self._lora)
+            return Route("muon", factor.spec, factor.reason) if is_muon else Route("adamw", None, factor.reason)
         role = self._found.roles[name]
         if self._is_stack(name, parameter):
             return self._stack(name, parameter, f"linear weights of {_members(role)}")
@@ -168,6 +181,8 @@ class _Context:
         return Route("muon", spec, reason)
 
     def _muon(self, name: str, parameter: nn.Parameter, reason: str) -> Route:
+        if name in self._factors and self._said(name) is None:
+            return Route("muon", self._factors[name].spec, reason)
         projection = projection_of(name, parameter, self._found.modules)
         spec, source = self._said_layout(projection), "layouts="
         if spec is None:

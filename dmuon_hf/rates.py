@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
@@ -107,14 +108,18 @@ def part_of(name: str, parameter: nn.Parameter, found: Survey) -> Part | None:
     role = found.roles[name]
     if role.kind == "embedding":
         return "embedding"
-    if role.reason == "output embedding" or _is_outside_base_model(name, found.model):
+    if role.reason == "output embedding" or _is_outside_base_model(name, found):
         return "head"
     return "scalar" if parameter.numel() == max(parameter.shape, default=1) else None
 
 
-def _is_outside_base_model(name: str, model: nn.Module) -> bool:
-    prefix = getattr(model, "base_model_prefix", "")
-    return bool(prefix) and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
+def _is_outside_base_model(name: str, found: Survey) -> bool:
+    """Whether a parameter is outside the base model of the class for a task, which adapters may have wrapped."""
+    for path, module in found.modules.items():
+        prefix = getattr(module, "base_model_prefix", "") if isinstance(module, PreTrainedModel) else ""
+        if prefix and prefix in module._modules:
+            return not name.startswith(f"{path}.{prefix}." if path else f"{prefix}.")
+    return False
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 import dmuon_hf.core as dmuon
 from dmuon_hf import checkpoint_files as files
+from dmuon_hf.adapters import active_adapter, renamed, trained_aliases
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.plan import canonical_name
@@ -43,17 +44,23 @@ T = TypeVar("T")
 def load_model(model: nn.Module, directory: Path, index: int = 0) -> None:
     """Load the weights of the `index`-th model of a checkpoint, saved in any mode. Collective.
 
+    Of a model with adapters the active one is loaded, and what else trains; its base stays as it is.
+
     Raises:
         ConfigurationError: there are none, they cannot be read, or a name or shape differs; nothing is changed.
     """
     group = _group(model)
-    stored = _from_first(lambda: files.model_in(directory, index), group)
+    adapter = active_adapter(model)
+    stored = _from_first(lambda: files.model_in(directory, index, adapter), group)
+    aliases = None if adapter is None else trained_aliases(model)
     if stored.sharded and _is_distributed(group):
-        _load_model_in_parallel(model, stored, group)
+        _load_model_in_parallel(model, stored, group, aliases)
         return
-    entries = _on_first(lambda: _entries(model, stored), group)
+    entries = _on_first(
+        lambda: _entries(model, stored) if aliases is None else renamed(files.read_whole(stored), aliases), group
+    )
     with _named(stored):
-        dmuon.set_model_state_dict(model, {} if entries is None else entries)
+        dmuon.set_model_state_dict(model, {} if entries is None else entries, only=aliases)
 
 
 def load_optimizer(
@@ -203,16 +210,38 @@ def _entries(model: nn.Module, stored: files.Stored) -> dict[str, Any]:
     return dict(loaded.state_dict())
 
 
-def _load_model_in_parallel(model: nn.Module, stored: files.Stored, group: GridGroup | None) -> None:
+def _load_model_in_parallel(
+    model: nn.Module, stored: files.Stored, group: GridGroup | None, aliases: Mapping[str, str] | None
+) -> None:
     state = torch_state_dict.get_model_state_dict(model)
     tied = _tied(model)
     metadata = _from_first(lambda: files.read_metadata(stored), group)
     there = _stored_shapes(metadata, "model.")
+    if aliases is not None:
+        _load_aliased_in_parallel(model, {name: state[name] for name in aliases}, aliases, stored, there)
+        return
     wanted = {name: value for name, value in state.items() if name in there}
     missing = [name for name in state if name not in there and not any(other in there for other in tied.get(name, ()))]
     _require_fit(stored, wanted, there, missing=missing)
     _read_in_parallel(stored, {"model": wanted})
     torch_state_dict.set_model_state_dict(model, wanted, options=torch_state_dict.StateDictOptions(strict=False))
+
+
+def _load_aliased_in_parallel(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    stored: files.Stored,
+    there: Mapping[str, tuple[int, ...] | None],
+) -> None:
+    """Read what is in the directory under its own name or under an alias; all else in it is left alone."""
+    keys = {name: name if name in there else aliases[name] for name in state}
+    wanted = {keys[name]: value for name, value in state.items()}
+    missing = [name for name, key in keys.items() if key not in there]
+    _require_fit(stored, wanted, {key: there[key] for key in wanted if key in there}, missing=missing)
+    _read_in_parallel(stored, {"model": wanted})
+    options = torch_state_dict.StateDictOptions(strict=False)
+    torch_state_dict.set_model_state_dict(model, dict(state), options=options)
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:

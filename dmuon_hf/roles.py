@@ -56,7 +56,7 @@ def role_of(
     leaf = names[0].rpartition(".")[2]
     if any(holder is heads[0] or _is_embedding(holder) for holder in holders):
         return Role("embedding", "embedding")
-    if heads[1] is not None and any(holder is heads[1] for holder in holders):
+    if heads[1] is not None and any(holder in heads[1].modules() for holder in holders):
         return Role("other", "output embedding")
     if parameter.ndim == 3 and not _is_convolution(holders[0]):
         return _stack_role(names[0], leaf, modules)

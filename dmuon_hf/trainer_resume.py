@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmuon_hf import checkpoint_files as files
+from dmuon_hf.adapters import active_adapter
 from dmuon_hf.announcement import announce
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.prepare import muon_of
@@ -52,18 +53,18 @@ def train(
     if trains_with_muon(trainer) and resume_from_checkpoint:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(Path(trainer.args.output_dir))
-        _check_resumable(Path(resume_from_checkpoint))
+        _check_resumable(Path(resume_from_checkpoint), trainer.model)
         resume_from_checkpoint = str(resume_from_checkpoint)
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
-def _check_resumable(checkpoint: Path) -> None:
+def _check_resumable(checkpoint: Path, model: Any) -> None:
     if not checkpoint.is_dir():
         raise ConfigurationError(
             f"resume_from_checkpoint={str(checkpoint)!r} is no directory: pass that of a checkpoint, or True for the "
             "last one in output_dir"
         )
-    files.model_in(checkpoint)
+    files.model_in(checkpoint, adapter=active_adapter(model))
     files.optimizer_in(checkpoint)
     if not _is_json(checkpoint / _STATE):
         raise ConfigurationError(

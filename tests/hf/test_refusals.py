@@ -94,15 +94,12 @@ def _marked(**attributes: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("attributes", "error", "message"),
-    [
-        ({"is_quantized": True}, ConfigurationError, "quantised"),
-        ({"hf_quantizer": object()}, ConfigurationError, "quantised"),
-        ({"peft_config": {"default": object()}}, NotImplementedError, "PEFT"),
-    ],
+    "attributes",
+    [{"is_quantized": True}, {"hf_quantizer": object()}],
+    ids=["is_quantized", "hf_quantizer"],
 )
-def test_unsupported_model_is_refused(attributes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_unsupported_model_is_refused(attributes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="quantised"):
         create_optimizer(_marked(**attributes), lr=1e-3)
 
 

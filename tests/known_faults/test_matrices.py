@@ -245,12 +245,12 @@ def test_shared_block_is_counted_routed_and_stepped_once() -> None:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def test_lora_model_is_refused_before_any_factor_meets_muon() -> None:
+def test_no_factor_of_lora_meets_muon_unless_asked() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(NotImplementedError, match="PEFT adapters with Muon is not built"):
-        create_optimizer(model, lr=1e-3)
+    optimizer = create_optimizer(model, lr=1e-3)
+    assert {group["route"] for group in optimizer.param_groups} == {"adamw"}
 
 
 # -- GatedDeltaNet -----------------------------------------------------------------------------------------------------

@@ -304,6 +304,13 @@ def test_model_with_only_frozen_dedicated_matrices_is_refused(monkeypatch: pytes
         Muon(model)
 
 
+def test_groups_that_put_every_matrix_on_adamw_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    use(monkeypatch, FakeRuntime(model))
+    optimizer = Muon(model, param_groups=[{"params": list(model.parameters()), "dmuon_route": "adamw"}])
+    assert {group["route"] for group in optimizer.param_groups} == {"adamw"}
+
+
 def test_adding_a_group_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = build(monkeypatch)
     with pytest.raises(ConfigurationError, match="fixed at construction"):

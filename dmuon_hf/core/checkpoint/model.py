@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -56,7 +56,13 @@ def get_model_state_dict(
 
 
 @torch.no_grad()
-def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, timeout: timedelta | None = None) -> None:
+def set_model_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    timeout: timedelta | None = None,
+    only: Collection[str] | None = None,
+) -> None:
     """Load a state dict of whole tensors, as `get_model_state_dict` or a single process makes it.
 
     A collective: every rank calls it, either all with the state dict, or rank 0 with it and others with an empty one,
@@ -68,6 +74,8 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, tim
             names one is enough.
         timeout: how long to wait for ranks that have not called this; as long as it takes unless they are known never
             to come, if left out.
+        only: canonical names, the same on every rank, that are loaded and may be in the state dict, such as those of
+            adapters; all others stay as they are. ``None`` loads the whole model.
 
     Raises:
         ConfigurationError: on every rank, if on any a name is missing or unexpected, a shape differs, a dtype is of
@@ -78,6 +86,8 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, tim
     runtime = begin(model, "set_model_state_dict", timeout)
     group = group_of(runtime)
     targets = _model_state(model, runtime)
+    if only is not None:
+        targets = {name: target for name, target in targets.items() if name in only}
     entries = {canonical_name(name, model): value for name, value in state_dict.items()}
     source = Source.open(entries, filled=bool(entries), group=group, extra=None)
     check_together(lambda: [*_deferred(targets), *source.problems(targets, _tied(targets))], "model state dict", group)

@@ -45,6 +45,7 @@ class BoundModel:
         self.runtime, self.sources = sources_of(model, selection)
         self.managed = ManagedAdamW(self.runtime, selection.forced)
         self._predicate = selection.predicate
+        self._forced = selection.forced
 
     @property
     def muon_params(self) -> list[nn.Parameter]:
@@ -76,15 +77,20 @@ class BoundModel:
         """The caller's groups by route.
 
         Raises:
-            ConfigurationError: They do not fit the model, or no matrix of it trains.
+            ConfigurationError: They do not fit the model, or no matrix of it trains and the groups do not say so.
         """
         lowered = lower_groups(*self.trainable(), user_groups, defaults, frozen_parameters(self.model))
-        if not any(group.options["route"] == "muon" for group in lowered):
+        if not any(group.options["route"] == "muon" for group in lowered) and not self._is_forced_off_muon():
             raise ConfigurationError(
                 "every dedicated matrix of the model is frozen, so Muon would update none: unfreeze them, widen the "
                 "predicate of dedicate_params(), or leave some on the muon route"
             )
         return lowered
+
+    def _is_forced_off_muon(self) -> bool:
+        """Whether the caller's groups put all that trains of the dedicated parameters on the adamw route, by name."""
+        trained = [name for name, matrix in self.runtime.dedicated.items() if matrix.param.requires_grad]
+        return bool(trained) and all(self._forced.get(name) == "adamw" for name in trained)
 
     def binding(self, waiting: Sequence[Collection[str]]) -> Binding:
         """The model as it is now, to be compared with in every step; ``waiting`` are frozen members of the groups."""

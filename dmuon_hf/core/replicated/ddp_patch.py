@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +47,10 @@ def install_ddp_patch() -> None:
         _check_plain(module, averaging)
         ignored = dict.fromkeys([*getattr(module, _IGNORED, ()), *_names(module, averaging)])
         setattr(module, _IGNORED, list(ignored))
-        original(self, module, *args, **kwargs)
+        if any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
+            original(self, module, *args, **kwargs)
+        else:
+            _wrap_without_reducer(self, module, kwargs.get("process_group"))
         _check_ranks(self, runtime)
         averaging.follow(self)
 
@@ -58,6 +62,31 @@ def uninstall_ddp_patch() -> None:
     """Put torch's own constructor back; safe to repeat."""
     if _originals:
         DistributedDataParallel.__init__ = _originals.pop("init")  # type: ignore[method-assign]
+
+
+class _WithoutReducer(DistributedDataParallel):
+    """The wrapper of a model whose every trainable parameter is averaged elsewhere, which torch refuses to make.
+
+    Frozen parameters and buffers take the values of the first rank when it is made; buffers are each rank's own then.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+def _wrap_without_reducer(
+    wrapper: DistributedDataParallel, module: nn.Module, process_group: dist.ProcessGroup | None
+) -> None:
+    """Make the wrapper, whose constructor is running. Collective."""
+    nn.Module.__init__(wrapper)
+    wrapper.__class__ = _WithoutReducer
+    wrapper.module = module
+    wrapper.process_group = dist.distributed_c10d._get_default_group() if process_group is None else process_group
+    wrapper.require_backward_grad_sync = True
+    wrapper._module_parameters = []
+    wrapper._join_config = _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+    for tensor in [*(p for p in module.parameters() if not p.requires_grad), *module.buffers()]:
+        dist.broadcast(tensor.detach(), group=wrapper.process_group, group_src=0)
 
 
 def _averaging_of(runtime: Runtime) -> GradientAveraging:
