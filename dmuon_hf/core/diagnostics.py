@@ -33,7 +33,7 @@ def summarize_param_groups(model: nn.Module, optimizer: Optimizer) -> dict[str, 
     runtime = runtime_of(model) if sharded else require_runtime(model)
     dedicated = () if runtime is None else tuple(runtime.dedicated.values())
     names = {id(param): canonical_name(name, model) for name, param in model.named_parameters()}
-    owned = {id(param.param) for param in dedicated if param.is_owner}
+    owned = {id(param.param) for param in dedicated if param.is_owner and not param.is_sharded}
     groups = []
     for group in optimizer.param_groups:
         params = group["params"]
@@ -128,7 +128,12 @@ def _summarize_unit(unit: Unit, max_params: int) -> dict[str, Any]:
             if segment.numel
         ],
         "params": [
-            {"name": param.name, "shape": list(param.shape), "owner": param.owner_rank, "route": param.route}
+            {
+                "name": param.name,
+                "shape": list(param.shape),
+                "owner": None if param.is_sharded else param.owner_rank,
+                "route": param.route,
+            }
             for param in unit.params[:max_params]
         ],
         "params_left_out": max(0, len(unit.params) - max_params),

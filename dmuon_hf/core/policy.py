@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.plan import SHARDED
 
 __all__ = ["ROUTES", "ParamPolicy", "ParamPolicyFn", "RouteHintFn", "check_route", "policy_source"]
 
@@ -17,7 +18,7 @@ __all__ = ["ROUTES", "ParamPolicy", "ParamPolicyFn", "RouteHintFn", "check_route
 RouteHintFn: TypeAlias = Callable[[str, nn.Parameter], "str | None"]
 ParamPolicyFn: TypeAlias = Callable[[str, nn.Parameter], "Mapping[str, Any] | None"]
 
-ROUTES: Final = ("muon", "adamw", "sharded_adamw")
+ROUTES: Final = ("muon", "adamw", SHARDED)
 FORWARD_UNSHARDS: Final = ("broadcast", "all_gather")
 
 
@@ -26,7 +27,8 @@ class ParamPolicy:
     """The policy of one parameter; ``None`` is what the arguments of ``dedicate_params`` say for all.
 
     Attributes:
-        route: ``"muon"``, or ``"adamw"``: owned as well, and updated with AdamW by its owner.
+        route: ``"muon"``; ``"adamw"``: owned as well, and updated with AdamW by its owner; or ``"sharded_adamw"``:
+            without an owner, cut into rows of which every rank keeps and updates its own.
         param_dtype: Dtype that the weight is gathered and used in.
         grad_dtype: Dtype in which its gradient is accumulated on each rank and travels.
         output_dtype: Dtype that floating-point outputs of the modules that hold it are cast to.
@@ -59,8 +61,16 @@ class ParamPolicy:
 
     @property
     def unit_key(self) -> tuple[str, ...]:
-        """What the parameters of one unit have in common: they travel in one buffer."""
-        parts = {"weights": self.param_dtype, "gradients": self.grad_dtype, "unshard": self.muon_forward_unshard}
+        """What the parameters of one unit have in common: they travel in one buffer.
+
+        A parameter that is sharded has a unit for itself.
+        """
+        parts = {
+            "route": self.route if self.route == SHARDED else None,
+            "weights": self.param_dtype,
+            "gradients": self.grad_dtype,
+            "unshard": self.muon_forward_unshard,
+        }
         return tuple(f"{what} {_shown(value)}" for what, value in parts.items() if value is not None)
 
     def described(self) -> dict[str, str]:
@@ -167,15 +177,9 @@ def check_route(route: Any, where: str) -> str:
 
     Raises:
         ConfigurationError: There is no such route.
-        NotImplementedError: It is not built.
     """
     if route not in ROUTES:
         raise ConfigurationError(f"{where}: route must be one of {', '.join(map(repr, ROUTES))}, got {route!r}")
-    if route == "sharded_adamw":
-        raise NotImplementedError(
-            f"{where}: the route 'sharded_adamw' is not built. Use 'adamw', which has an owner, or leave the parameter "
-            "out of the predicate: fully_shard shards it evenly, and it trains with AdamW"
-        )
     return str(route)
 
 

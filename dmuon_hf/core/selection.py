@@ -12,7 +12,7 @@ from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.hook_boundaries import BoundaryRule
-from dmuon_hf.core.plan import Candidate, MatrixSpec, canonical_name
+from dmuon_hf.core.plan import SHARDED, Candidate, MatrixSpec, canonical_name
 from dmuon_hf.core.policy import ParamPolicy
 from dmuon_hf.core.runtime.build import Target
 
@@ -105,7 +105,7 @@ def select(
                 shape=tuple(param.shape),
                 dtype=param.dtype,
                 spec=spec or MatrixSpec(),
-                unit=_unit_name(path, policy, kinds.setdefault(path, [])),
+                unit=_unit_name(path, _unit_key(names[0], policy), kinds.setdefault(path, [])),
                 group=None if group_key_fn is None else repr(group_key_fn(names[0], param)),
                 route=policy.route,
             )
@@ -122,9 +122,12 @@ def select(
     return Selected(targets, tuple(candidates), frozenset(frozen))
 
 
-def _unit_name(path: str, policy: ParamPolicy, kinds: list[tuple[str, ...]]) -> str:
+def _unit_key(name: str, policy: ParamPolicy) -> tuple[str, ...]:
+    return (*policy.unit_key, name) if policy.route == SHARDED else policy.unit_key
+
+
+def _unit_name(path: str, key: tuple[str, ...], kinds: list[tuple[str, ...]]) -> str:
     """Name of the unit of a parameter: its boundary, and for each further kind of travel there what that is."""
-    key = policy.unit_key
     if key not in kinds:
         kinds.append(key)
     return path if key == kinds[0] else f"{path} ({', '.join(key) or 'as the others'})"

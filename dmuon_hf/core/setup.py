@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.hook_boundaries import BoundaryRule, HookBoundaryResolver
+from dmuon_hf.core.plan import SHARDED
 from dmuon_hf.core.planning import (
     OwnerChoice,
     agreed_plan,
@@ -127,9 +128,10 @@ def dedicate_params(
         param_policy: What is special about single parameters: ``{"defaults": {...}, "overrides": [{"name": tokens,
             "set": {...}}, ...]}`` with the fields of :class:`~dmuon_hf.core.policy.ParamPolicy`; an override holds for
             names that contain one of its tokens, and later ones win. With the route ``"adamw"`` parameters of any shape
-            but scalars are owned and updated by their owner; ``"sharded_adamw"`` is not built. In one process
-            ``route`` and ``optim_dtype`` alone change anything. Parameters of one hook boundary that differ in
-            ``param_dtype`` or ``grad_dtype`` travel in collectives of their own.
+            but scalars are owned and updated by their owner; with ``"sharded_adamw"`` they have no owner, and each rank
+            keeps and updates a run of their rows, as under FSDP2 (:mod:`.runtime.row_shards`). In one process ``route``
+            and ``optim_dtype`` alone change anything. Parameters of one hook boundary that differ in ``param_dtype`` or
+            ``grad_dtype`` travel in collectives of their own.
         param_policy_fn: ``(name, param) -> fields``, in place of ``param_policy``.
         route_hint_fn: ``(name, param) -> route``, in place of either.
         replicate_broadcast_bucket_mb: Under HSDP, publish consecutive hook boundaries together while their weights
@@ -141,7 +143,8 @@ def dedicate_params(
             Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
 
     Returns:
-        Owner of each dedicated parameter (the new objects): its rank in ``mesh``, or ``(shard, replicate)`` under HSDP.
+        Owner of each dedicated parameter that has one (the new objects): its rank in ``mesh``, or under HSDP
+        ``(shard, replicate)``.
 
     Raises:
         ConfigurationError: Nothing is selected, a selected parameter is no matrix, is shared by two hook boundaries,
@@ -163,6 +166,11 @@ def dedicate_params(
             raise NotImplementedError(
                 f"{name} is tensor-parallel, and muon_forward_unshard='all_gather' is built for whole matrices: leave "
                 "it at 'broadcast' for this one in a param_policy"
+            )
+        if isinstance(param, DTensor) and policy.route == SHARDED:
+            raise NotImplementedError(
+                f"{name} is tensor-parallel, and the route 'sharded_adamw' is built for whole parameters: give it "
+                "'adamw', or leave it out of the predicate, so that fully_shard shards it"
             )
         return policy
 
@@ -228,7 +236,7 @@ def dedicate_params(
     attach(model, runtime)
     watch_state_dicts(model)
     log_plan(plan, topology)
-    return {param.param: param.owner_rank for param in runtime.dedicated.values()}
+    return {param.param: param.owner_rank for param in runtime.dedicated.values() if not param.is_sharded}
 
 
 def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:

@@ -107,7 +107,7 @@ def get_owned_params(model: nn.Module, rank: int | tuple[int, int]) -> list[Dedi
         model: A model that ``dedicate_params`` was called on.
         rank: Rank in the shard mesh (matches that coordinate in every replica), or ``(shard, replicate)``.
     """
-    params = get_dedicated_params(model)
+    params = [param for param in get_dedicated_params(model) if not param.is_sharded]
     if isinstance(rank, tuple):
         return [param for param in params if param.owner == rank]
     return [param for param in params if param.owner_shard == rank]

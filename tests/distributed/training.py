@@ -72,6 +72,12 @@ def muon_for_matrices(name: str, param: nn.Parameter) -> dict[str, Any]:
     return {"route": "muon" if is_matrix(name, param) else "adamw"}
 
 
+def shards_of_rows(name: str, param: nn.Parameter) -> dict[str, Any]:
+    """The same, with what is largest beside the matrices, and a vector, cut into rows."""
+    rows = not is_matrix(name, param) and (param.ndim == 2 or "norm" in name)
+    return {"route": "muon" if is_matrix(name, param) else "sharded_adamw" if rows else "adamw"}
+
+
 def batch_of(run: Run, step: int) -> torch.Tensor:
     if run.model.startswith("llama"):
         return models.token_batch(step, batch=48)

@@ -53,6 +53,8 @@ def run_policy(rank: int, world: int, block: str) -> list[str]:
     return sorted({param.route for param in dmuon.get_dedicated_params(namespace["model"])})
 
 
-def test_policy_of_the_docs_trains_a_model_whose_every_parameter_is_managed() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "policies.md").read_text(), re.DOTALL)
-    assert run_ranks(run_policy, 2, block) == [["adamw", "muon"]] * 2
+@pytest.mark.parametrize(("index", "routes"), [(0, ["adamw", "muon"]), (1, ["adamw", "muon", "sharded_adamw"])])
+def test_policies_of_the_docs_train_a_model_whose_every_parameter_is_managed(index: int, routes: list[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "policies.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    assert run_ranks(run_policy, 2, blocks[index]) == [routes] * 2

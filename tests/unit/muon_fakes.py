@@ -56,6 +56,7 @@ class FakeMatrix:
     route: str = "muon"
     optim_dtype: torch.dtype | None = None
     part: None = None
+    is_sharded: bool = False
     updates: int = 0
 
     @property
@@ -153,6 +154,12 @@ class FakeRuntime:
 
     def prefetch_first(self, count: int) -> None:
         self.calls.append(f"prefetch {count}")
+
+    def prefetch_sharded(self) -> None:
+        self.calls.append("prefetch sharded")
+
+    def separate_row_stream(self, separate: bool) -> None:
+        self.row_stream = separate
 
     def fence(self) -> None:
         self.calls.append("fence")

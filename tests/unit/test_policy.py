@@ -68,7 +68,6 @@ def test_hint_gives_the_route_alone() -> None:
         ({"param_policy": {"default": {}}}, ConfigurationError, "'default'.*'defaults', 'overrides'"),
         ({"param_policy": {"defaults": {"dtype": torch.float32}}}, ConfigurationError, "'dtype'.*'param_dtype'"),
         ({"param_policy": {"defaults": {"route": "sgd"}}}, ConfigurationError, "'muon', 'adamw'"),
-        ({"param_policy": {"defaults": {"route": "sharded_adamw"}}}, NotImplementedError, "fully_shard"),
         ({"param_policy": {"defaults": {"param_dtype": "bf16"}}}, ConfigurationError, r"param_dtype.*torch\.dtype"),
         ({"param_policy": {"defaults": {"grad_dtype": torch.int32}}}, ConfigurationError, "grad_dtype"),
         ({"param_policy": {"defaults": {"cast_forward_inputs": 1}}}, ConfigurationError, "cast_forward_inputs"),

@@ -28,7 +28,6 @@ from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentu
 from dmuon_hf.core.optim.selection import Selection
 from dmuon_hf.core.optim.state import PARAM_NAMES, check_loadable, follow_parameters, restore_state
 from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
-from dmuon_hf.core.optim.unbuilt import require_defaults
 from dmuon_hf.core.optim.verdict import agree_on_step
 from dmuon_hf.core.selection import MatrixSpecFn, Predicate
 
@@ -72,7 +71,8 @@ class Muon(Optimizer):
             ``adamw_lr``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``; other keys are kept. Every trainable
             parameter is in exactly one; a frozen one may be in the one that it is to join when it is unfrozen.
             ``dmuon_route``, ``dmuon_optimizer`` or ``matrix_optimizer``, ``"muon"`` or ``"adamw"``, puts the dedicated
-            parameters of a group on that route, whatever the policy of ``dedicate_params`` says. Each becomes
+            parameters of a group on that route, whatever the policy of ``dedicate_params`` says. Who has an owner keeps
+            it, and who has none gets none: ``"sharded_adamw"`` there can but confirm the policy. Each becomes
             ``<name>/muon`` and ``<name>/adamw``, made where any of it trains.
         ns_backend: ``"gram"``, ``"direct"``, ``"auto"`` or a ``NewtonSchulz``.
         nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
@@ -90,8 +90,11 @@ class Muon(Optimizer):
         post_step_prefetch_groups: Hook boundaries, the first of the next forward, whose gathers are issued at the end
             of ``step``, so that they travel while the next batch is loaded; their whole weights take memory from then
             on.
-        post_step_prefetch_sharded_adamw: Not built.
-        sharded_adamw_unshard_separate_stream: Not built.
+        post_step_prefetch_sharded_adamw: Issue the gathers of all parameters on the route ``"sharded_adamw"`` at the
+            end of ``step``, and not when the forward comes to them; they take their whole memory from then on.
+        sharded_adamw_unshard_separate_stream: Copy these parameters and wait for their gathers on a side stream of
+            their own, so that a gather of matrices behind a large one need not wait for what comes after it there. No
+            further communicator. Changes nothing on a CPU.
         forward_prefetch_depth: Units gathered ahead of the one that runs; nothing is gathered in one process.
         first_step_progress_log: Log the matrices of the first step on their owners.
         first_step_progress_log_limit: Most of these messages per rank.
@@ -145,10 +148,6 @@ class Muon(Optimizer):
         predicate: Predicate | None = None,
         matrix_spec_fn: MatrixSpecFn | None = None,
     ) -> None:
-        require_defaults(
-            post_step_prefetch_sharded_adamw=post_step_prefetch_sharded_adamw,
-            sharded_adamw_unshard_separate_stream=sharded_adamw_unshard_separate_stream,
-        )
         defaults = Defaults(
             muon={
                 "lr": lr,
@@ -176,6 +175,8 @@ class Muon(Optimizer):
         if post_step_prefetch_groups < 0:
             raise ConfigurationError(f"post_step_prefetch_groups must be 0 or more, got {post_step_prefetch_groups}")
         self._prefetch_groups = post_step_prefetch_groups
+        self._prefetch_sharded = post_step_prefetch_sharded_adamw
+        self._separate_row_stream = sharded_adamw_unshard_separate_stream
         self._profile = StepProfile(record_step_profile)
         self._fences = switch("DMUON_ISOLATED_PG_BARRIER")
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
@@ -197,7 +198,7 @@ class Muon(Optimizer):
         self._bound.autotune(self._orthogonalize, self.param_groups)
         if not defer_state:
             self._reset_state()
-        self.runtime.set_forward_prefetch_depth(forward_prefetch_depth)
+        self._configure_runtime()
         guard_loads(self)
         if debug_enabled() and self.runtime.dedicated:
             self.register_step_post_hook(lambda *_: check_replicas(self._bound.model))
@@ -235,12 +236,16 @@ class Muon(Optimizer):
         bound.autotune(self._orthogonalize, self.param_groups)
         self._reset_state()
         self._is_ready = False
-        bound.runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
+        self._configure_runtime()
 
     def _reset_state(self) -> None:
         self.state.clear()
         routed = ((param, group["route"]) for group in self.param_groups for param in group["params"])
         self._bound.add_state(self.state, routed)
+
+    def _configure_runtime(self) -> None:
+        self.runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
+        self.runtime.separate_row_stream(self._separate_row_stream)
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
@@ -354,6 +359,8 @@ class Muon(Optimizer):
                 bound.runtime.finish_publish()
             if self._prefetch_groups:
                 bound.runtime.prefetch_first(self._prefetch_groups)
+            if self._prefetch_sharded:
+                bound.runtime.prefetch_sharded()
 
     def _update_matrices(self, reached: Sequence[Sequence[bool]]) -> None:
         rules = muon_rules(self.param_groups)

@@ -128,14 +128,15 @@ def _check_entry(layout: Tensor, name: str, route: str, entry: Mapping[str, Any]
 def _same_layout(param: Tensor, value: Tensor) -> bool:
     """Whether ``value`` can be the state of ``param`` without moving data; the answer is the same on all ranks."""
     if isinstance(param, OwnedTensor) or isinstance(value, OwnedTensor):
-        return isinstance(param, OwnedTensor) and isinstance(value, OwnedTensor) and param.owner == value.owner
+        both = isinstance(param, OwnedTensor) and isinstance(value, OwnedTensor)
+        return both and param.owner == value.owner and param.placements == value.placements  # type: ignore[attr-defined]
     if isinstance(param, DTensor) and isinstance(value, DTensor):
         return param.placements == value.placements and param.device_mesh == value.device_mesh
     return not isinstance(param, DTensor) and not isinstance(value, DTensor)
 
 
 def _layout(tensor: Tensor) -> str:
-    if isinstance(tensor, OwnedTensor):
+    if isinstance(tensor, OwnedTensor) and tensor.owner >= 0:
         return f"matrix owned by rank {tensor.owner}"
     if isinstance(tensor, DTensor):
         return f"DTensor with placements {tensor.placements}"

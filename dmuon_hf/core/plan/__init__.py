@@ -11,9 +11,10 @@ from dmuon_hf.core.plan.cost import CostModel, LinkCosts, matrix_cost, newton_sc
 from dmuon_hf.core.plan.matrices import MatrixSpec, stored_matrices
 from dmuon_hf.core.plan.names import canonical_name
 from dmuon_hf.core.plan.partition import OwnerStrategy, Slot, WorkItem, assign_owners, imbalance
-from dmuon_hf.core.plan.plan import Candidate, ParamEntry, Plan, make_plan
+from dmuon_hf.core.plan.plan import SHARDED, Candidate, ParamEntry, Plan, make_plan
 
 __all__ = [
+    "SHARDED",
     "Candidate",
     "CostModel",
     "LinkCosts",

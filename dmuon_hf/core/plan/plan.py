@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -16,7 +16,10 @@ from dmuon_hf.core.plan.cost import CostModel, elementwise_cost, matrix_cost
 from dmuon_hf.core.plan.matrices import MatrixSpec, stored_matrices
 from dmuon_hf.core.plan.partition import OwnerStrategy, Slot, WorkItem, assign_owners, imbalance
 
-__all__ = ["Candidate", "ParamEntry", "Plan", "Setting", "make_plan"]
+__all__ = ["SHARDED", "Candidate", "ParamEntry", "Plan", "Setting", "make_plan"]
+
+SHARDED: Final = "sharded_adamw"
+"""The route of parameters that nobody owns."""
 
 Setting: TypeAlias = "str | int | float | bool | None"
 
@@ -33,7 +36,8 @@ class Candidate:
         spec: its logical matrices.
         unit: name of the unit (hook boundary) that gathers it.
         group: assignment group, within which small parameters are packed and owners capped; the unit unless given.
-        route: ``"muon"``, or ``"adamw"`` for a parameter of any shape whose owner updates it elementwise.
+        route: ``"muon"``, or ``"adamw"`` for a parameter of any shape whose owner updates it elementwise, or
+            ``"sharded_adamw"`` for one that every rank has some rows of.
     """
 
     name: str
@@ -48,7 +52,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamEntry:
-    """One dedicated parameter of the plan: ``owner`` is (shard rank, replicate rank), ``cost`` in the plan's model."""
+    """One dedicated parameter of the plan: ``owner`` is (shard rank, replicate rank), ``cost`` in the plan's model.
+
+    On the route ``"sharded_adamw"`` nobody is the owner, whose place is then that of the first rank, and the cost 0.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -254,7 +261,9 @@ def make_plan(
             group=candidate.unit if candidate.group is None else candidate.group,
         )
         for candidate in candidates
+        if candidate.route != SHARDED
     ]
+    costs = {item.name: item.cost for item in items}
     owners = assign_owners(
         items,
         shard_size=shard_size,
@@ -272,11 +281,11 @@ def make_plan(
             dtype=candidate.dtype,
             spec=candidate.spec,
             unit=candidate.unit,
-            owner=owners[candidate.name],
-            cost=item.cost,
+            owner=owners.get(candidate.name, (0, 0)),
+            cost=costs.get(candidate.name, 0),
             route=candidate.route,
         )
-        for candidate, item in zip(candidates, items, strict=True)
+        for candidate in candidates
     )
     return Plan(
         entries=entries,

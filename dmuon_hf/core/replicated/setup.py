@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.hook_boundaries import BoundaryRule, HookBoundaryResolver
+from dmuon_hf.core.plan import SHARDED
 from dmuon_hf.core.plan.plan import Setting
 from dmuon_hf.core.planning import OwnerChoice, agreed_plan, log_plan, tensor_placements, topology_of
 from dmuon_hf.core.policy import ParamPolicyFn, policy_source
@@ -181,6 +182,7 @@ def _dedicate(
     _check_model(model, mesh)
     selection = selected()
     targets = selection.targets
+    _check_routes(targets)
     if not tensor_parallel:
         _check_plain(targets)
     found = topology_of(model, mesh, None, process_group_policy, targets if tensor_parallel else None)
@@ -212,6 +214,15 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
             f"dedicate_params_ddp takes a 1-D mesh over all data-parallel ranks, got {mesh.ndim}-D: use "
             "dedicate_params() with fully_shard() for HSDP"
         )
+
+
+def _check_routes(targets: Mapping[str, Target]) -> None:
+    for name, target in targets.items():
+        if target.policy.route == SHARDED:
+            raise ConfigurationError(
+                f"{name} is on the route 'sharded_adamw', which cuts weights into rows, and here every rank keeps them "
+                "whole: give it 'adamw', or use dedicate_params()"
+            )
 
 
 def _check_plain(targets: Mapping[str, Target]) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.mesh import Topology
-from dmuon_hf.core.plan import ParamEntry, Plan
+from dmuon_hf.core.plan import SHARDED, ParamEntry, Plan
 from dmuon_hf.core.policy import ParamPolicy
 from dmuon_hf.core.runtime.casting import register_casts
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
@@ -22,7 +23,8 @@ from dmuon_hf.core.runtime.layout import PackedLayout
 from dmuon_hf.core.runtime.owned_tensor import Origin, OwnedTensor
 from dmuon_hf.core.runtime.placement import OwnerBroadcast, WeightPlacement
 from dmuon_hf.core.runtime.publish import ColumnCopy, UnitContent, column_copies
-from dmuon_hf.core.runtime.reduction import OwnerReduction
+from dmuon_hf.core.runtime.reduction import OwnerReduction, Reduction
+from dmuon_hf.core.runtime.row_shards import RowGather, RowReduction
 from dmuon_hf.core.runtime.runtime import Runtime
 from dmuon_hf.core.runtime.shards import ShardGather
 from dmuon_hf.core.runtime.tensor_part import TensorPart
@@ -85,13 +87,9 @@ def build_runtime(
         _check_source(options.source_rank, targets, topology)
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
     contents = _contents(plan, params, targets, topology, options) if topology.is_distributed else []
+    published = [content for content in contents if not _has_no_copy(content, targets)]
     columns = (
-        column_copies(
-            [c for c in contents if not _gathers_shards(c, targets)],
-            topology,
-            context,
-            bucket_bytes=options.publish_bucket_bytes,
-        )
+        column_copies(published, topology, context, bucket_bytes=options.publish_bucket_bytes)
         if topology.is_hsdp
         else {}
     )
@@ -145,7 +143,11 @@ def _check_source(source: int, targets: Mapping[str, Target], topology: Topology
 def _dedicate(entry: ParamEntry, target: Target, topology: Topology, options: RuntimeOptions) -> DedicatedParam:
     param = target.param
     part = TensorPart.of(param)
-    if topology.mesh is not None:
+    if topology.mesh is not None and entry.route == SHARDED:
+        dtype = target.policy.master_dtype or options.master_dtype or entry.dtype
+        rows = _in_rows(entry, param, topology, options.source_rank, dtype)
+        param = nn.Parameter(rows, requires_grad=target.param.requires_grad)
+    elif topology.mesh is not None:
         owner = topology.flat_rank(entry.owner)
         dtype = target.policy.master_dtype or options.master_dtype or entry.dtype
         local = _initial_local(entry, param, owner, topology, options.source_rank, dtype)
@@ -204,6 +206,35 @@ def _initial_local(
     return value.clone() if shares_more else value
 
 
+@torch.no_grad()
+def _in_rows(
+    entry: ParamEntry, param: nn.Parameter, topology: Topology, source: int | None, dtype: torch.dtype
+) -> OwnedTensor:
+    """A parameter without an owner, of which this rank keeps some rows."""
+    assert topology.mesh is not None
+    placements: list[Placement] = [*[Replicate()] * (topology.mesh.ndim - 1), Shard(0)]
+    shape, offset = compute_local_shape_and_global_offset(entry.shape, topology.mesh, placements)
+    if source is None and is_deferred(param, topology):
+        rows = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        value = param.detach() if source is None else _value_of_source(entry, param, topology, source)
+        rows = value.narrow(0, offset[0], shape[0]).to(device=topology.device, dtype=dtype, copy=True).contiguous()
+    origin = Origin(entry.name, entry.unit)
+    return OwnedTensor.from_parts(rows, topology.mesh, placements, shape=entry.shape, origin=origin)
+
+
+def _value_of_source(entry: ParamEntry, param: nn.Parameter, topology: Topology, source: int) -> Tensor:
+    """The whole parameter of data-parallel rank ``source``, on every rank for a moment. Collective."""
+    assert topology.data is not None
+    if topology.flat_rank(topology.slot) == source:
+        value = param.detach().to(topology.device).contiguous()
+    else:
+        value = torch.empty(entry.shape, dtype=entry.dtype, device=topology.device)
+    if topology.data.talks:
+        topology.data.broadcast(value.view(-1).view(torch.uint8), source)
+    return value
+
+
 def is_deferred(param: Tensor, topology: Topology) -> bool:
     """Whether a parameter has no values yet, on a mesh that computes: one of meta devices never has any."""
     return param.is_meta and topology.device.type != "meta"
@@ -246,6 +277,11 @@ def _contents(
     return contents
 
 
+def _has_no_copy(content: UnitContent, targets: Mapping[str, Target]) -> bool:
+    """Whether the weights of a unit become whole otherwise than from the columns' copies under HSDP."""
+    return content.params[0].is_sharded or _gathers_shards(content, targets)
+
+
 def _gathers_shards(content: UnitContent, targets: Mapping[str, Target]) -> bool:
     return targets[content.params[0].name].policy.muon_forward_unshard == "all_gather"
 
@@ -262,11 +298,7 @@ def _build_unit(
     name, layout, ordered, compute_dtype = content.name, content.layout, content.params, content.dtype
     target = targets[ordered[0].name]
     reduce_dtype = target.policy.grad_dtype or options.reduce_dtype or torch.promote_types(compute_dtype, torch.float32)
-    placement: WeightPlacement
-    if _gathers_shards(content, targets):
-        placement = ShardGather(content, topology, context)
-    else:
-        placement = OwnerBroadcast(layout=layout, params=ordered, topology=topology, context=context, column=column)
+    placement, reduction = _strategies(content, targets, topology, context, column, reduce_dtype)
     weights = UnitWeights(
         name=name,
         params=ordered,
@@ -281,7 +313,7 @@ def _build_unit(
         params=ordered,
         unsharded=weights.unsharded,
         context=context,
-        reduction=OwnerReduction(layout=layout, topology=topology, context=context, dtype=reduce_dtype),
+        reduction=reduction,
         reduce_dtype=reduce_dtype,
     )
     return Unit(
@@ -294,3 +326,21 @@ def _build_unit(
         grads=grads,
         reshard_after_forward=options.reshard_after_forward,
     )
+
+
+def _strategies(
+    content: UnitContent,
+    targets: Mapping[str, Target],
+    topology: Topology,
+    context: DedicatedCommContext,
+    column: ColumnCopy | None,
+    reduce_dtype: torch.dtype,
+) -> tuple[WeightPlacement, Reduction]:
+    """How the weights of a unit become whole, and how its gradients get home."""
+    layout, params = content.layout, content.params
+    if params[0].is_sharded:
+        return RowGather(params[0], topology, context), RowReduction(params[0], topology, context, reduce_dtype)
+    reduction = OwnerReduction(layout=layout, topology=topology, context=context, dtype=reduce_dtype)
+    if _gathers_shards(content, targets):
+        return ShardGather(content, topology, context), reduction
+    return OwnerBroadcast(layout=layout, params=params, topology=topology, context=context, column=column), reduction

@@ -25,6 +25,9 @@ class DedicatedCommContext:
         replicate_reduce_stream: Second stage of the HSDP gradient reduction. Apart from the publish, so that a large
             reduction does not stand in front of the weights the next forward waits for.
         replicate_broadcast_stream: Publish of updated weights over the replicate dimension.
+        row_stream: Gathers of parameters on the route ``"sharded_adamw"``: the first of these, or one of their own
+            with :attr:`separate_row_stream`.
+        separate_row_stream: Whether the optimizer asked for that.
         monitor: Notes what this rank issues and waits for; raises when the ranks have diverged.
         forward_profile: Counters of gathers for forward, ``None`` unless the environment asked for them.
         replicate_group: Group over the replicate dimension, ``None`` on a 1-D mesh.
@@ -45,6 +48,7 @@ class DedicatedCommContext:
             raise NotImplementedError("tp_buffer_reuse belongs to tensor parallelism, which is not built")
         if replicate_broadcast_bucket_mb != 0.0:
             raise NotImplementedError("replicate_broadcast_bucket_mb: only 0 (one publish per unit) is built")
+        self.separate_row_stream = False
         self.monitor = LockstepMonitor()
         self.device = DeviceHandle(device)
         self.device.host_wait = self.monitor.wait
@@ -53,6 +57,14 @@ class DedicatedCommContext:
 
     @cached_property
     def broadcast_stream(self) -> Any:
+        return self.device.new_stream(high_priority=True)
+
+    @property
+    def row_stream(self) -> Any:
+        return self._own_row_stream if self.separate_row_stream else self.broadcast_stream
+
+    @cached_property
+    def _own_row_stream(self) -> Any:
         return self.device.new_stream(high_priority=True)
 
     @cached_property

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.plan import SHARDED, MatrixSpec
 from dmuon_hf.core.runtime.owned_tensor import Content, GradHook, OwnedTensor
 from dmuon_hf.core.runtime.tensor_part import TensorPart
 
@@ -29,7 +29,7 @@ class DedicatedParam:
         places: Every ``(module, attribute)`` that holds it.
         unit: Name of the hook boundary.
         boundary: The module of that name.
-        route: ``"muon"`` or ``"adamw"``.
+        route: ``"muon"``, ``"adamw"`` or ``"sharded_adamw"``.
         optim_dtype: Dtype of the tensors of its optimizer state; ``None`` is the optimizer's choice.
         part: Its place on the tensor-parallel axis; ``None`` where every tensor-parallel rank has the whole.
     """
@@ -86,6 +86,11 @@ class DedicatedParam:
     def gathered_shape(self) -> torch.Size:
         """Shape of what this rank gathers for the forward: the whole, or its tensor-parallel part."""
         return self.param.shape if self.part is None else self.part.shape
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has no owner and lies in rows on all ranks, each of which counts as the owner of its own."""
+        return self.route == SHARDED
 
     @property
     def is_owner(self) -> bool:

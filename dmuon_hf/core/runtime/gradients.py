@@ -13,7 +13,7 @@ from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
-from dmuon_hf.core.runtime.reduction import OwnerReduction, PendingReduction
+from dmuon_hf.core.runtime.reduction import PendingReduction, Reduction
 from dmuon_hf.core.runtime.states import GradState, grad_machine
 
 __all__ = ["UnitGrads"]
@@ -33,7 +33,7 @@ class UnitGrads:
         params: Sequence[DedicatedParam],
         unsharded: Sequence[nn.Parameter],
         context: DedicatedCommContext,
-        reduction: OwnerReduction,
+        reduction: Reduction,
         reduce_dtype: torch.dtype,
     ) -> None:
         self.reduce_dtype = reduce_dtype
@@ -77,6 +77,11 @@ class UnitGrads:
     def spans_replicas(self) -> bool:
         """Whether reductions have a stage over replicas."""
         return self._reduction.spans_replicas
+
+    @property
+    def payload_numel(self) -> int:
+        """Elements of the shard stage of one reduction."""
+        return self._reduction.numel
 
     def set_divide_factor(self, factor: float | None) -> None:
         """What sums over all ranks are divided by, the number of ranks by default."""

@@ -129,6 +129,27 @@ class OwnedTensor(DTensor):
             raise ConfigurationError("the local tensor must be contiguous: call .contiguous() first")
         return make_owned(local.detach(), spec, ownership, Content(), origin, requires_grad)
 
+    @staticmethod
+    def from_parts(
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int],
+        origin: Origin | None = None,
+    ) -> OwnedTensor:
+        """A tensor without an owner: wrap this rank's part by ordinary placements. No copy, no communication.
+
+        Args:
+            local: contiguous, of the shape that the placements give this rank.
+            mesh: a mesh of any number of dimensions.
+            placements: one for each of them, ``Shard`` or ``Replicate``.
+            shape: global shape, at least one dimension.
+            origin: what errors call it.
+        """
+        ownership = Ownership.everywhere(placements)
+        return make_owned(local.detach(), owned_spec(mesh, shape, local.dtype, ownership), ownership, Content(), origin)
+
     def like(self, local: torch.Tensor) -> OwnedTensor:
         """A new tensor in this one's layout around this rank's part, which fits. No copy, no communication."""
         return make_owned(
@@ -141,7 +162,10 @@ class OwnedTensor(DTensor):
 
     @property
     def owner(self) -> int:
-        """Rank that holds the values, counted row by row through the mesh axes that the tensor is owned over."""
+        """Rank that holds the values, counted row by row through the mesh axes that the tensor is owned over.
+
+        -1 for a tensor without an owner, of which every rank holds a part.
+        """
         return self._ownership.owner
 
     @property
@@ -245,9 +269,10 @@ class OwnedTensor(DTensor):
     # Distributed checkpoints: the owner alone writes and reads one chunk that covers the whole tensor.
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        if not self.is_owner:
-            return []
         chunk = self._chunk()
+        # A part may be empty, where a tensor is cut into more than it has rows.
+        if not self.is_owner or (0 in chunk.sizes and 0 not in self.shape):
+            return []
         data = TensorWriteData(
             chunk=chunk, properties=TensorProperties.create_from_tensor(self._local_tensor), size=self.shape
         )

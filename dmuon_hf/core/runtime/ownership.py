@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ class Ownership(NamedTuple):
     """The coordinate on the axes that a tensor is owned over, and ordinary placements on the others.
 
     Attributes:
-        owner: Rank of the owner, counted row by row through ``axes``.
+        owner: Rank of the owner, counted row by row through ``axes``; -1 where nobody owns the tensor.
         axes: Mesh axes that the tensor is owned over, ascending.
         coordinate: The owner's, one for each of ``axes``.
         is_owner: Whether this rank stands there. Exactly one rank does where all axes are owned over.
@@ -59,6 +59,11 @@ class Ownership(NamedTuple):
         is_owner = all(mesh.get_local_rank(axis) == place for axis, place in zip(axes, coordinate, strict=True))
         placements = tuple(unowned.get(axis, Shard(0)) for axis in range(mesh.ndim))
         return cls(owner, axes, tuple(coordinate), is_owner, placements)
+
+    @classmethod
+    def everywhere(cls, placements: Sequence[Placement]) -> Ownership:
+        """No axis is owned over: every rank has the part that ``placements``, one for each axis, give it."""
+        return cls(-1, (), (), True, tuple(placements))
 
     def is_whole(self, spec: DTensorSpec) -> bool:
         """Whether the owner's local tensor is the whole, and not a part of what further axes share out."""

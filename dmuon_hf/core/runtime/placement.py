@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class WeightPlacement(Protocol):
     @property
     def buffer_numel(self) -> int:
         """Elements of the packed buffer: those of the layout at least."""
+        ...
+
+    @property
+    def stream(self) -> Any:
+        """The side stream of the gathers."""
         ...
 
     def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
@@ -60,6 +65,10 @@ class OwnerBroadcast:
         self._own_params = [params[i] for i in self._own]
         self._column = column
 
+    @property
+    def stream(self) -> Any:
+        return self._context.broadcast_stream
+
     @torch.no_grad()
     def gather(self, buffer: Tensor, versions: tuple[Version, ...]) -> InFlight:
         """On an accelerator the side stream waits for the publish, and computation goes on beside it."""
@@ -81,7 +90,7 @@ class OwnerBroadcast:
             assert topology.shard_group is not None
             return broadcast_segments(segments, sources, topology.shard_group)
 
-        return issue_on(self._context.device, self._context.broadcast_stream, kept, issue)
+        return issue_on(self._context.device, self.stream, kept, issue)
 
     def publish(self) -> None:
         if self._column is not None:

@@ -1,9 +1,10 @@
-"""How the gradients of a unit get home: to the owner of each matrix, averaged over all data-parallel ranks."""
+"""How the gradients of a unit get home, averaged over all data-parallel ranks: most of them to owners."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +21,18 @@ from dmuon_hf.core.runtime.collectives import (
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.layout import PackedLayout, Segment
 
-__all__ = ["OwnerReduction", "PendingReduction"]
+__all__ = ["OwnerReduction", "OwnerStage", "PendingReduction", "Reduction"]
 
 
-class _Stage:
+class Stage(Protocol):
+    """One collective of a reduction."""
+
+    def issue(self, buckets: Tensor) -> Callable[[], Tensor]:
+        """Start on ``buckets``; the result function waits and gives this rank's part of the sum."""
+        ...
+
+
+class OwnerStage:
     """Sum buckets over one group, each onto its member.
 
     NCCL reduces every bucket to its owner (pipelined, so an owner with many peers is not flooded). gloo exchanges all
@@ -49,7 +58,6 @@ class _Stage:
         size = len(self._segments)
         if size == 1:
             return lambda: buckets
-        origin = self._segments[0].start
         if self._exchange:
             received = buckets.new_empty((size, self.own.numel))
             splits = [segment.numel for segment in self._segments]
@@ -62,6 +70,10 @@ class _Stage:
                 return received.sum(dim=0, dtype=torch.promote_types(received.dtype, torch.float32))
 
             return summed
+        return self._reduce(buckets)
+
+    def _reduce(self, buckets: Tensor) -> Callable[[], Tensor]:
+        origin = self._segments[0].start
         owners = [rank for rank, segment in enumerate(self._segments) if segment.numel]
         pieces = [Segment(self._segments[r].start - origin, self._segments[r].numel).of(buckets) for r in owners]
         flight = self._start([buckets], lambda: reduce_segments_to_owners(pieces, owners, self._group))
@@ -80,9 +92,7 @@ class _Stage:
 class PendingReduction:
     """A unit's gradients on the way: shard stage, then (HSDP) replicate stage, then the mean on the owner."""
 
-    def __init__(
-        self, first: Callable[[], Tensor], second: _Stage | None, *, wire: torch.dtype, divisor: float
-    ) -> None:
+    def __init__(self, first: Callable[[], Tensor], second: Stage | None, *, wire: torch.dtype, divisor: float) -> None:
         self._first: Callable[[], Tensor] | None = first
         self._second = second
         self._second_result: Callable[[], Tensor] | None = None
@@ -108,39 +118,73 @@ class PendingReduction:
         return total.to(torch.promote_types(total.dtype, torch.float32)).div_(self._divisor)
 
 
-class OwnerReduction:
-    """Packs a unit's gradients and reduces them to the owners.
+class Reduction(ABC):
+    """Packs a unit's gradients into ``numel`` elements and sends them home through one stage or two.
 
     ``dtype`` is that of the wire. In fp16 a sum of many ranks can overflow, so part of the mean is taken before it: the
     smallest power of two that leaves no more to divide by after it, as in FSDP2. That part is exact.
 
     Attributes:
+        numel: Elements of the packed buffer.
         divide_factor: What the sums are divided by; ``None`` is the number of ranks.
     """
+
+    def __init__(self, numel: int, first: Stage, second: Stage | None, topology: Topology, dtype: torch.dtype) -> None:
+        self.numel = numel
+        self.divide_factor: float | None = None
+        self._first, self._second = first, second
+        self._topology = topology
+        self._dtype = dtype
+        self._divisor_before = _power_near_root(topology.size) if dtype is torch.float16 else 1
+
+    @property
+    def spans_replicas(self) -> bool:
+        """Whether there is a stage over replicas."""
+        return self._second is not None
+
+    @torch.no_grad()
+    def launch(self, grads: Sequence[Tensor | None]) -> PendingReduction:
+        """Start reducing this rank's gradients (buffer order; ``None`` is zero). Collective over the shard group."""
+        packed = torch.empty(self.numel, dtype=self._dtype, device=self._topology.device)
+        self._pack(packed, grads)
+        if self._divisor_before != 1:
+            packed.div_(self._divisor_before)
+        return PendingReduction(
+            self._first.issue(packed),
+            self._second,
+            wire=self._dtype,
+            divisor=(self.divide_factor or self._topology.size) / self._divisor_before,
+        )
+
+    @abstractmethod
+    def _pack(self, packed: Tensor, grads: Sequence[Tensor | None]) -> None:
+        """Write the gradients, and zeros wherever none is."""
+
+    @abstractmethod
+    def own_views(self, bucket: Tensor) -> list[Tensor]:
+        """This rank's gradients in what :meth:`PendingReduction.finish` returned, in buffer order."""
+
+
+class OwnerReduction(Reduction):
+    """Reduces the gradients of a unit to the owners."""
 
     def __init__(
         self, *, layout: PackedLayout, topology: Topology, context: DedicatedCommContext, dtype: torch.dtype
     ) -> None:
         assert topology.shard_group is not None
         self._layout = layout
-        self._topology = topology
-        self._dtype = dtype
-        self.divide_factor: float | None = None
-        self._divisor_before = _power_near_root(topology.size) if dtype is torch.float16 else 1
-        self._shard_stage = _Stage(
-            topology.shard_group, layout.shard_segments, topology.shard_rank, context, context.reduce_stream
-        )
-        self._replicate_stage: _Stage | None = None
+        second = None
         if topology.replicate_group is not None:
             slots = [layout.slot_segments[(topology.shard_rank, r)] for r in range(topology.replicate_size)]
-            self._replicate_stage = _Stage(
+            second = OwnerStage(
                 topology.replicate_group, slots, topology.replicate_rank, context, context.replicate_reduce_stream
             )
+        first = OwnerStage(
+            topology.shard_group, layout.shard_segments, topology.shard_rank, context, context.reduce_stream
+        )
+        super().__init__(layout.numel, first, second, topology, dtype)
 
-    @torch.no_grad()
-    def launch(self, grads: Sequence[Tensor | None]) -> PendingReduction:
-        """Start reducing this rank's gradients (buffer order; ``None`` is zero). Collective over the shard group."""
-        packed = torch.empty(self._layout.numel, dtype=self._dtype, device=self._topology.device)
+    def _pack(self, packed: Tensor, grads: Sequence[Tensor | None]) -> None:
         present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
         missing = [i for i, grad in enumerate(grads) if grad is None]
         if present:
@@ -148,22 +192,8 @@ class OwnerReduction:
         blank = self._layout.views(packed, missing) + self._layout.gaps(packed, range(len(grads)))
         if blank:
             torch._foreach_zero_(blank)
-        if self._divisor_before != 1:
-            packed.div_(self._divisor_before)
-        return PendingReduction(
-            self._shard_stage.issue(packed),
-            self._replicate_stage,
-            wire=self._dtype,
-            divisor=(self.divide_factor or self._topology.size) / self._divisor_before,
-        )
-
-    @property
-    def spans_replicas(self) -> bool:
-        """Whether there is a stage over replicas."""
-        return self._replicate_stage is not None
 
     def own_views(self, bucket: Tensor) -> list[Tensor]:
-        """Matrix-shaped views of what :meth:`PendingReduction.finish` returned, in buffer order."""
         slot = self._topology.slot
         return self._layout.views(bucket, self._layout.owned_by(slot), origin=self._layout.slot_segments[slot].start)
 

@@ -280,6 +280,16 @@ class Runtime:
         """Issue the gathers of the units that the next forward begins with. Collective (shard group)."""
         self.prefetcher.begin_forward_with(count)
 
+    def prefetch_sharded(self) -> None:
+        """Issue the gathers of all parameters on the route ``"sharded_adamw"``. Collective (shard group)."""
+        for unit in self.units:
+            if unit.params[0].is_sharded:
+                unit.weights.gather()
+
+    def separate_row_stream(self, separate: bool) -> None:
+        """Whether gathers of those parameters run on a side stream of their own, or on that of the others."""
+        self.context.separate_row_stream = separate
+
     def fence(self) -> None:
         """Wait until every rank has come here and what is published has arrived; nothing on the caller's own groups.
 

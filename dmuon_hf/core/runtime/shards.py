@@ -65,6 +65,10 @@ class ShardGather:
         self._in_flight: InFlight | None = None
         self._read: Any = None
 
+    @property
+    def stream(self) -> Any:
+        return self._context.broadcast_stream
+
     def publish(self) -> None:
         """Send the owners' weights to the shards, unless these have them. Collective over both groups."""
         versions = self._unit.versions()
@@ -76,7 +80,7 @@ class ShardGather:
         """On an accelerator the side stream waits for the publish, and computation goes on beside it."""
         if self._published != versions:
             self._issue(versions)
-        device, stream = self._context.device, self._context.broadcast_stream
+        device, stream = self._context.device, self.stream
         shard = self._arrived if self._topology.replicate_size == 1 else torch.zeros_like(self._arrived)
 
         def issue() -> list[object]:

@@ -96,7 +96,7 @@ class Unit:
     @property
     def reduce_bytes(self) -> int:
         """Payload of one gradient reduction of this unit (the shard stage), in bytes."""
-        return self.layout.numel * self.grads.reduce_dtype.itemsize
+        return self.grads.payload_numel * self.grads.reduce_dtype.itemsize
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class UnitWeights:
         profile = self._context.forward_profile
         if profile is None:
             return nullcontext()
-        return profile.gather(self.name, self.nbytes, self._context.broadcast_stream)
+        return profile.gather(self.name, self.nbytes, self.placement.stream)
 
     def _profiled_wait(self) -> AbstractContextManager[None]:
         profile = self._context.forward_profile

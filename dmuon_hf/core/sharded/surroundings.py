@@ -124,6 +124,12 @@ class Surroundings:
     def finish_publish(self) -> None:
         """Nothing is published: every rank updates what it holds."""
 
+    def prefetch_sharded(self) -> None:
+        """Nothing: what is sharded here, others gather."""
+
+    def separate_row_stream(self, separate: bool) -> None:
+        """Nothing, as well."""
+
     def prefetch_first(self, count: int) -> None:
         """Nothing is gathered here; see :meth:`set_forward_prefetch_depth`."""
 
