@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import dmuon_hf.core as dmuon
-from dmuon_hf.core.runtime import DedicatedCommContext
+from dmuon_hf.core.runtime import DedicatedCommContext, placement, row_shards
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
 from dmuon_hf.core.runtime.placement import OwnerBroadcast
 from dmuon_hf.core.runtime.publish import ColumnCopy, PublishBucket
+from tests.distributed import tp_training
 from tests.distributed.test_interleaving import interleave
+from tests.distributed.tp_training import TpRun
 from tests.distributed.training import Run, backward, batch_of, full, prepare
 from tests.harness import models
 from tests.harness.stream_order import Stream, StreamOrder
@@ -39,15 +41,18 @@ Judged = tuple[list[str], dict[str, int]]
 class Job:
     """A model in training on this rank, its weight buffers named in the order's problems."""
 
-    def __init__(self, order: StreamOrder, rank: int, world: int, run: Run) -> None:
+    def __init__(self, order: StreamOrder, rank: int, world: int, run: Run | TpRun) -> None:
         self.order, self.rank, self.world, self.run = order, rank, world, run
-        self.model, self.optimizer = prepare(run, world)
+        self.model, self.optimizer = prepare(run, world) if isinstance(run, Run) else tp_training.prepare(run)
         for unit in self.optimizer.runtime.units:
             view = unit.weights.buffer.new_empty(0).set_(unit.weights.buffer.untyped_storage())
             order.name(view, f"the weights of {unit.name}")
 
     def backward(self, step: int) -> None:
-        backward(self.model, self.run, step, self.rank, self.world)
+        if isinstance(self.run, Run):
+            backward(self.model, self.run, step, self.rank, self.world)
+        else:
+            tp_training.backward(self.model, self.run, step, self.rank)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -64,8 +69,11 @@ class Job:
                 param.param.copy_(saved[param.name])
 
     def evaluate(self) -> None:
+        run = self.run if isinstance(self.run, Run) else self.run.run
+        copies = 1 if isinstance(self.run, Run) else tp_training.MODES[self.run.mode]["tp"]
+        part = models.rank_part(batch_of(run, 9), self.rank // copies, self.world // copies)
         with torch.no_grad():
-            models.loss_of(self.model, models.rank_part(batch_of(self.run, 9), self.rank, self.world))
+            models.loss_of(self.model, part)
 
 
 def train(job: Job) -> None:
@@ -219,7 +227,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 }
 
 
-def judge(rank: int, world: int, program: str, run: Run, *args: Any, nccl: bool = True) -> Judged:
+def judge(rank: int, world: int, program: str, run: Run | TpRun, *args: Any, nccl: bool = True) -> Judged:
     with fake_accelerator(nccl=nccl) as order:
         PROGRAMS[program](Job(order, rank, world, run), *args)
     return order.problems, order.accesses
@@ -229,6 +237,29 @@ def judge_interleaving(rank: int, world: int, mode: str, seed: int, length: int)
     with fake_accelerator() as order:
         interleave(rank, world, mode, seed, length)
     return order.problems, order.accesses
+
+
+def streams_of_gathers(rank: int, world: int, run: Run) -> tuple[set[str], set[str]]:
+    """The side streams of the gathers of rows, and of all others."""
+    found: tuple[set[str], set[str]] = (set(), set())
+
+    def noting(place: int) -> Callable[..., InFlight]:
+        def issue(device: Any, stream: Stream, *args: Any) -> InFlight:
+            found[place].add(stream.name)
+            return issue_on(device, stream, *args)
+
+        return issue
+
+    with contextlib.ExitStack() as patches:
+        order = patches.enter_context(fake_accelerator())
+        job = Job(order, rank, world, run)
+        patches.enter_context(mock.patch.object(row_shards, "issue_on", noting(0)))
+        patches.enter_context(mock.patch.object(placement, "issue_on", noting(1)))
+        job.evaluate()
+        job.train(1)
+        job.evaluate()
+    assert order.problems == []
+    return found
 
 
 def _in_place(buffer: torch.Tensor) -> list[Any]:
@@ -279,7 +310,7 @@ def wait_on_another_stream(rank: int, world: int, told: bool) -> list[str]:
     return order.problems
 
 
-def judge_with_a_fault(rank: int, world: int, fault: str, program: str, run: Run) -> Judged:
+def judge_with_a_fault(rank: int, world: int, fault: str, program: str, run: Run | TpRun) -> Judged:
     """The same with one line of the runtime undone, or of how it uses streams."""
     with _FAULTS[fault]():
         return judge(rank, world, program, run)

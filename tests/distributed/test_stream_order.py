@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed import stream_scenarios as scenarios
 from tests.distributed.stream_scenarios import Judged
-from tests.distributed.training import Run
+from tests.distributed.tp_training import TpRun
+from tests.distributed.training import Run, shards_of_rows
 from tests.harness import run_ranks
 
+ROWS: dict[str, Any] = {"param_policy_fn": shards_of_rows}
+LAYOUTS: dict[str, tuple[Run | TpRun, int]] = {
+    "even shards": (Run("z3", "mlp", dedicate={"muon_forward_unshard": "all_gather"}), 2),
+    "even shards under HSDP": (Run("hsdp", "mlp", dedicate={"muon_forward_unshard": "all_gather"}), 4),
+    "rows": (Run("z3", "mlp", pure=True, dedicate=ROWS, muon={"post_step_prefetch_sharded_adamw": True}), 2),
+    "rows under HSDP": (Run("hsdp", "mlp", pure=True, dedicate=ROWS), 4),
+    "replicas": (Run("replicate", "mlp"), 2),
+    "tensor-parallel parts": (TpRun("shard_tp", Run("tp", "mlp")), 4),
+    "replicas of tensor-parallel parts": (TpRun("ddp_tp", Run("tp", "mlp")), 4),
+}
 WORLDS = {"z2": 2, "z3": 2, "hsdp": 4, "hsdp_sync": 4}
 # Looks without a thread of the lockstep monitor: it uses no stream.
 QUIET = {"DMUON_HANG_SECONDS": "0"}
 
 
-def judged(run: Run, program: str, *args: object, world: int | None = None, nccl: bool = True) -> list[Judged]:
+def judged(run: Run | TpRun, program: str, *args: object, world: int | None = None, nccl: bool = True) -> list[Judged]:
     world = world or WORLDS[run.mode]
     results: list[Judged] = run_ranks(scenarios.judge, world, program, run, *args, nccl=nccl, env=QUIET)
     for _, accesses in results:
@@ -49,6 +61,27 @@ def test_streams_are_in_order_around_sharded_checkpoints(mode: str, tmp_path: Pa
 @pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])
 def test_streams_are_in_order_with_activation_checkpointing_and_accumulation(mode: str, checkpointing: str) -> None:
     assert_in_order(judged(Run(mode, "llama_tied", accumulate=2, checkpointing=checkpointing), "train"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("program", ["evaluate", "save_and_load", "step_twice"])
+def test_streams_are_in_order_in_every_layout(layout: str, program: str) -> None:
+    run, world = LAYOUTS[layout]
+    assert_in_order(judged(run, program, world=world))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_waits_are_found_in_every_layout(layout: str) -> None:
+    run, world = LAYOUTS[layout]
+    for problems, _ in run_ranks(scenarios.judge_with_a_fault, world, "uses without waiting", "train", run, env=QUIET):
+        assert any("race" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_gathers_of_rows_have_a_side_stream_of_their_own_if_asked(separate: bool) -> None:
+    run = Run("z3", "mlp", pure=True, dedicate=ROWS, muon={"sharded_adamw_unshard_separate_stream": separate})
+    for rows, others in run_ranks(scenarios.streams_of_gathers, 2, run, env=QUIET):
+        assert len(rows - others) == separate and rows and others
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from dmuon_hf.core.device import DeviceHandle
 from dmuon_hf.core.runtime import collectives, comm_context, reduction
 from dmuon_hf.core.runtime.owned_ops import mutated_arguments
+from dmuon_hf.core.sharded import exchange
 from tests.harness.stream_order import Event, Stream, StreamOrder
 
 # Operators that touch the description of a tensor and not its bytes.
@@ -34,6 +35,10 @@ _NO_ACCESS = frozenset(
 )
 _ALLOCATING = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 _ALLOCATING |= {"aten::new_empty_strided"}
+# Operators that take the form of an argument and not its values.
+_FORM_ALONE = frozenset(
+    {"aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros", "aten::new_ones", "aten::new_full"}
+)
 
 # Methods of ProcessGroup whose first operand is written, and whose second one, where it holds tensors, is read.
 _METHODS = (
@@ -134,7 +139,8 @@ class _Operators(TorchDispatchMode):
         if name in _NO_ACCESS or name in _ALLOCATING or func.is_view:
             return
         writes = [*_plain(list(mutated_arguments(func, args, kwargs))), *new]
-        self._accelerator.order.operation(name.removeprefix("aten::"), reads=_plain((args, kwargs)), writes=writes)
+        reads = [] if name in _FORM_ALONE else _plain((args, kwargs))
+        self._accelerator.order.operation(name.removeprefix("aten::"), reads=reads, writes=writes)
 
 
 def _plain(value: Any) -> list[torch.Tensor]:
@@ -218,7 +224,8 @@ def fake_accelerator(*, nccl: bool = True) -> Iterator[StreamOrder]:
         def patch(where: Any, name: str, value: Any) -> None:
             patches.enter_context(mock.patch.object(where, name, value))
 
-        patch(comm_context, "DeviceHandle", functools.partial(FakeHandle, order=order))
+        for module in (comm_context, exchange):
+            patch(module, "DeviceHandle", functools.partial(FakeHandle, order=order))
         patch(collectives, "_coalescing_manager", accelerator.coalescing_manager)
         for module in (collectives, reduction):
             patch(module, "uses_nccl", lambda group, device: nccl)
