@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import random
@@ -66,6 +67,7 @@ def rank_main(spec: RankSpec) -> NoReturn:
     _redirect_output(spec)
     _install_stack_dump(spec)
     _apply_env(spec.env)
+    _import_again()
     _make_deterministic()
     store = _store(spec, _LONG)
     try:
@@ -128,6 +130,12 @@ def _apply_env(env: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _import_again() -> None:
+    """Let the package look at the environment of this rank, as its import does: the fork server had another one."""
+    if "dmuon_hf" in sys.modules:
+        importlib.reload(sys.modules["dmuon_hf"])
 
 
 def _make_deterministic() -> None:

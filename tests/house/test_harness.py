@@ -57,8 +57,21 @@ def test_forked_ranks_find_imports_preloaded():
 
 
 def _preloaded(rank: int, world: int) -> list[str]:
-    wanted = ["tests.harness.preload", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-    return [name for name in wanted if name not in sys.modules]
+    from tests.harness import preload
+
+    return [name for name in preload.MODULES if name not in sys.modules]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_preloaded_package_looks_at_the_environment_of_the_rank(asked: bool):
+    env = {"ACCELERATE_USE_FSDP": "true" if asked else None}
+    assert run_ranks(_hooked, 1, init=False, env=env) == [asked]
+
+
+def _hooked(rank: int, world: int) -> bool:
+    from dmuon_hf import hooks
+
+    return hooks.installed()
 
 
 def test_failing_rank_is_reported_with_its_traceback_first():
