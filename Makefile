@@ -11,12 +11,13 @@ DEMO_VERSION := 0.1.2
 DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
 DEMO_OUTPUT ?= outputs/demo
 
-.PHONY: help venv test sweep demo quality format bench gpu-check clean
+.PHONY: help venv test sweep launches demo quality format bench gpu-check clean
 
 help:
 	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
 	@echo "make test      run the whole test suite"
 	@echo "make sweep     examine every model class of transformers' Auto mappings and write docs/families.md"
+	@echo "make launches  train over thirty small model families on 2 and 4 CPU processes and compare with one process"
 	@echo "make quality   ruff and mypy"
 	@echo "make format    let ruff fix and format the code"
 	@echo "make bench     time a training step against FSDP2 with AdamW and other ways to run Muon; ARGS=--help says more"
@@ -51,6 +52,12 @@ test: $(STAMP)
 
 sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hf.zoo.sweep
+
+launches: $(STAMP)
+	for config in dmuon_cpu_fsdp2 dmuon_cpu_hsdp; do \
+		OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/$$config.yaml \
+			--main_process_port 0 -m tests.hf.zoo.launches || exit 1; \
+	done
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

@@ -58,6 +58,10 @@ class HookBoundaries:
             self._blocks = _found_blocks(model, self._modules, [name for name in hint if "Embed" not in name])
         else:
             self._blocks = _named_blocks(model, self._modules, tuple(block_classes))
+        holders: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            holders.setdefault(parameter, []).append(canonical_name(name, model))
+        self._ties = {name: names for names in holders.values() if len(names) > 1 for name in names}
 
     @property
     def blocks(self) -> Mapping[str, nn.Module]:
@@ -79,16 +83,27 @@ class HookBoundaries:
         return None if name is None else self._blocks[name]
 
     def __call__(self, parameter_name: str, parameter: nn.Parameter) -> nn.Module:
-        """The block, or the innermost module around the parameter that is called where there is no block."""
-        block = self.block(parameter_name)
-        if block is not None:
-            return block
-        for name in ancestors(canonical_name(parameter_name)):
-            if is_called(self._modules[name]):
-                return self._modules[name]
+        """The block, or the innermost module around the parameter that is called where there is no block.
+
+        Of a parameter that several blocks share, the innermost module around all of them: its matrix is whole from the
+        first use of it to the last.
+        """
+        name = canonical_name(parameter_name)
+        uses = {self.block_name(other) or other.rpartition(".")[0] for other in self._ties.get(name, [name])}
+        if len(uses) == 1:
+            around = [path for path in (*uses, *ancestors(*uses)) if path]
+        else:
+            around = [path for path in (*ancestors(min(uses)), "") if all(_is_inside(use, path) for use in uses)]
+        for path in around:
+            if is_called(self._modules[path]):
+                return self._modules[path]
         raise ConfigurationError(
             f"parameter {parameter_name!r} sits on the model itself, outside every block: route it to AdamW"
         )
+
+
+def _is_inside(name: str, path: str) -> bool:
+    return not path or name.startswith(f"{path}.")
 
 
 _CONTAINER_NAMES = {container.__name__ for container in _CONTAINERS}

@@ -16,22 +16,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from dmuon_hf.adapters import has_adapters
-from dmuon_hf.boundaries import embeddings
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.loaded_shards import check_loaded_shards, is_loaded_in_shards
-from dmuon_hf.survey import Survey
 
 if TYPE_CHECKING:
     from accelerate.state import AcceleratorState
 
 __all__ = [
     "check_any_muon",
-    "check_any_owned",
     "check_launch",
     "check_model",
-    "check_shared_parameters",
+    "check_shardable",
     "check_training_arguments",
     "is_replicated",
 ]
@@ -81,31 +78,23 @@ def check_any_muon(model: nn.Module, specs: Sized) -> None:
         )
 
 
-def check_any_owned(model: nn.Module, specs: Mapping[str, MatrixSpec]) -> None:
-    """Refuse to share out a model of which Muon updates nothing but stacks, which have no owner where it is sharded."""
+def check_shardable(model: nn.Module, specs: Mapping[str, MatrixSpec]) -> None:
+    """Refuse what FSDP2 does not shard: scalars, and a model of which Muon updates nothing but stacks.
+
+    Stacks have no owner where the model is sharded, and without any nothing is dedicated.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise ConfigurationError(
+            f"{', '.join(scalars[:4])} of {type(model).__name__} is a scalar, which FSDP2 does not shard, whatever the "
+            "optimizer: make it a parameter of one element (module.name = nn.Parameter(module.name.detach().reshape(1))"
+            "), or launch without FSDP, which replicates the model"
+        )
     if all(model.get_parameter(name).ndim == 3 for name in specs):
         raise ConfigurationError(
             f"of {type(model).__name__} nothing but stacks of matrices is routed to Muon, such as {next(iter(specs))}: "
             "leave at least one linear weight of a block on Muon"
         )
-
-
-def check_shared_parameters(found: Survey) -> None:
-    """Refuse weights that FSDP2 groups of accelerate would share: only one tie is put into one group, input to output.
-
-    Encoder-decoder models that share their embedding among encoder, decoder and head are of this kind.
-    """
-    tied = embeddings(found.model)
-    for names in found.ties:
-        modules = [found.module_of(name) for name in names]
-        blocks = {found.boundaries.block_name(name) for name in names}
-        if len(blocks) == 1 and None not in blocks:
-            continue
-        if not all(any(module is allowed for allowed in tied) for module in modules):
-            raise NotImplementedError(
-                f"one parameter is shared by {', '.join(names)}, which accelerate puts into different FSDP2 groups; "
-                "training such a model under FSDP2 is not built yet. Train it in one process, or untie the weights"
-            )
 
 
 def check_training_arguments(args: Any) -> None:

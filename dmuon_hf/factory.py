@@ -247,8 +247,6 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> tuple[Runtime, bool]:
     if adapters_alone:
         specs = trained_factors(model)
     checks.check_any_muon(model, specs)
-    if launch.shard_mesh is not None and not launch.replicated:
-        checks.check_shared_parameters(found)
     launch.dedicate(found, specs)
     return require_runtime(model), adapters_alone
 

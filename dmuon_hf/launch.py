@@ -53,7 +53,8 @@ class Launch:
             assert self.shard_mesh is not None
             dmuon.dedicate_params_ddp(model, self.shard_mesh, **selection)
             return
-        checks.check_any_owned(model, specs)
+        if self.shard_mesh is not None:
+            checks.check_shardable(model, specs)
         dmuon.dedicate_params(
             model,
             self.shard_mesh,

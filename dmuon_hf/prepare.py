@@ -26,8 +26,9 @@ from dmuon_hf.core.runtime import hidden, runtime_of
 from dmuon_hf.factory import is_description
 from dmuon_hf.loaded_shards import check_prepared
 from dmuon_hf.plugin import DMuonPlugin
+from dmuon_hf.root_group import shared_weights_left_to_root
 from dmuon_hf.small_rests import small_rests_left_to_root
-from dmuon_hf.wrapping import blocks_wrapped
+from dmuon_hf.wrapping import blocks_wrapped, embeddings_answered
 
 __all__ = ["get_state_dict", "muon_of", "prepare", "prepare_fsdp2"]
 
@@ -119,7 +120,14 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, *args: Any) ->
     ours = [arg for arg in args if arg is optimizer or isinstance(arg, LRScheduler)]
     theirs = [arg for arg in args if not any(arg is own for own in ours)]
     wrapped = blocks_wrapped(accelerator.state.fsdp_plugin, model)
-    with wrapped, hidden(model), _persistent_buffers_kept(accelerator, model), small_rests_left_to_root(model):
+    with (
+        wrapped,
+        embeddings_answered(model),
+        hidden(model),
+        _persistent_buffers_kept(accelerator, model),
+        shared_weights_left_to_root(model),
+        small_rests_left_to_root(model),
+    ):
         results = dict(zip(map(id, theirs), original(accelerator, *theirs), strict=True))
     optimizer.rebind(model)
     results[id(optimizer)] = accelerator._prepare_one(optimizer, first_pass=True)

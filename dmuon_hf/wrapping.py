@@ -10,7 +10,7 @@ from torch import nn
 
 from dmuon_hf.survey import survey
 
-__all__ = ["blocks_wrapped"]
+__all__ = ["blocks_wrapped", "embeddings_answered"]
 
 
 @contextmanager
@@ -28,3 +28,24 @@ def blocks_wrapped(plugin: Any, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         plugin.transformer_cls_names_to_wrap = None
+
+
+@contextmanager
+def embeddings_answered(model: nn.Module) -> Iterator[None]:
+    """Let a model that does not know its embeddings say that it has none, where accelerate asks without a guard."""
+    answered = [name for name in ("get_input_embeddings", "get_output_embeddings") if not _answers(model, name)]
+    for getter in answered:
+        model.__dict__[getter] = lambda: None
+    try:
+        yield
+    finally:
+        for getter in answered:
+            del model.__dict__[getter]
+
+
+def _answers(model: nn.Module, getter: str) -> bool:
+    try:
+        getattr(model, getter, lambda: None)()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True

@@ -51,7 +51,8 @@ class ReferenceOptimizer:
     """Muon on the named matrices and AdamW on every other trainable parameter of one unsharded model.
 
     `muon` holds names, or a predicate `(name, parameter) -> bool`. `split` maps a name to a function that cuts a stored
-    weight into views of its logical matrices; whole by default. A parameter whose `.grad` is None is left alone.
+    weight into views of its logical matrices, `(out, in)` or, where rows interleave, `(groups, rows, in)`; whole by
+    default. A parameter whose `.grad` is None is left alone.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class ReferenceOptimizer:
         new = weight.detach().to(self.dtype) * (1 - self.lr * self.weight_decay)
         cut = self._split.get(name, lambda whole: [whole])
         for target, part in zip(cut(new), cut(update), strict=True):
-            direction = newton_schulz_reference(part, self.ns_steps).to(self.dtype)
-            target.sub_(self.lr * self._scale(*part.shape) * direction)
+            matrix = part.reshape(-1, part.shape[-1])
+            direction = newton_schulz_reference(matrix, self.ns_steps).to(self.dtype)
+            target.sub_(self.lr * self._scale(*matrix.shape) * direction.view(part.shape))
             self.ns_calls += 1
         weight.copy_(new)
 

@@ -17,7 +17,7 @@ import dmuon_hf
 from dmuon_hf.core import MatrixSpec
 from tests.harness import run_ranks
 from tests.harness.reference import ReferenceOptimizer
-from tests.hf.support import VOCABULARY, as_launched, finish, full_weights
+from tests.hf.support import VOCABULARY, as_launched, error_of, finish, full_weights
 
 STEPS, BATCH, EXPERTS = 2, 8, 6
 HYPER = {"lr": 5e-3, "weight_decay": 0.1, "eps": 1e-3}
@@ -185,9 +185,15 @@ def test_experts_train_as_a_reference_on_one_process(launch: str, world: int) ->
                 assert ("experts.gate_up_proj " not in line) or " muon " in line, line
 
 
-def test_nothing_but_experts_on_muon_is_refused() -> None:
-    with pytest.raises(dmuon_hf.ConfigurationError, match="leave at least one linear weight"):
-        dmuon_hf.create_optimizer(make("mixtral"), lr=1e-3, routes={"*": "adamw", "*.experts.*_proj": "muon"})
+def only_experts(rank: int, world: int) -> None:
+    as_launched()
+    Accelerator(cpu=True, fsdp_plugin=dmuon_hf.DMuonPlugin())
+    dmuon_hf.create_optimizer(make("mixtral"), lr=1e-3, routes={"*": "adamw", "*.experts.*_proj": "muon"})
+
+
+def test_nothing_but_experts_on_muon_is_refused_where_the_model_is_sharded() -> None:
+    for outcome in run_ranks(only_experts, 2, init=False, expect_failure=True, linger=10):
+        assert "leave at least one linear weight" in error_of(outcome)
 
 
 @pytest.mark.parametrize("options", [{}, {"layouts": {"*.experts.gate_up_proj": MatrixSpec(sections=(15, 25))}}])

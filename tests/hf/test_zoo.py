@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
 
 from dmuon_hf import families, layouts
 from dmuon_hf.layouts import Layout
+from tests.harness import run_ranks
 from tests.hf.zoo.build import MAPPINGS, entries
 from tests.hf.zoo.examine import examine
+from tests.hf.zoo.prepared import refusals
 from tests.hf.zoo.sweep import sweep
 
 SAMPLE = 10
@@ -50,3 +53,32 @@ def test_forward_proves_a_layout_and_refutes_any_other(
     assert any("arrive together" in fault for fault in examine(model_type, class_name, set()).faults)
     monkeypatch.setattr(families, "FUSED", without_this(families.FUSED))
     assert any("ways" in fault for fault in examine(model_type, class_name, set()).faults)
+
+
+def _refusals(rank: int, world: int, classes: list[tuple[str, str]]) -> dict[str, str]:
+    return refusals(classes)
+
+
+def test_accelerate_prepares_models_that_it_cannot_wrap_alone() -> None:
+    classes = [
+        ("bert", "BertForMaskedLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        # Their embedding is a list, a tensor, unknown.
+        ("musicgen", "MusicgenForCausalLM"),
+        ("perceiver", "PerceiverForMaskedLM"),
+        ("segformer", "SegformerForImageClassification"),
+        # Several blocks share their weights.
+        ("zamba", "ZambaForCausalLM"),
+    ]
+    (found,) = run_ranks(_refusals, 1, classes, init=False)
+    assert found == dict.fromkeys([name for _, name in classes], "")
+
+
+def test_models_that_cannot_be_prepared_say_why_and_what_to_do() -> None:
+    classes = [
+        ("moonshine_streaming", "MoonshineStreamingForConditionalGeneration"),
+        ("resnet", "ResNetForImageClassification"),
+    ]
+    (found,) = run_ranks(_refusals, 1, classes, init=False)
+    assert re.search(r"log_k.*scalar.*reshape\(1\)", found["MoonshineStreamingForConditionalGeneration"])
+    assert re.search(r"no trainable parameter.*routes=", found["ResNetForImageClassification"])

@@ -230,17 +230,3 @@ def test_engine_that_keeps_its_own_optimizer_is_refused(kind: str) -> None:
     state: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), mixed_precision="no")
     with pytest.raises(dmuon_hf.ConfigurationError, match=f"{kind} keeps its own optimizer.*FSDP2"):
         check_launch(state)
-
-
-def _seq2seq_under_accelerate(rank: int, world: int, which: str) -> str:
-    from accelerate import Accelerator
-
-    as_launched()
-    Accelerator()
-    return _refusal(lambda: dmuon_hf.create_optimizer(_SEQ2SEQ[which](), lr=1e-3))
-
-
-@pytest.mark.parametrize(("which", "holder"), [("t5", "encoder.embed_tokens"), ("bart", "model.encoder.embed_tokens")])
-def test_shared_embedding_under_accelerate_is_refused_by_name(which: str, holder: str) -> None:
-    for message in run_ranks(_seq2seq_under_accelerate, 2, which, init=False, env=fsdp_env(2)):
-        assert holder in message and "shared by" in message

@@ -15,6 +15,7 @@ from dmuon_hf.families import FUSED
 from dmuon_hf.stacks import STACKS
 from tests.hf.zoo.build import MAPPINGS, NotBuildableError, entries
 from tests.hf.zoo.examine import Finding, examine
+from tests.hf.zoo.prepared import refusals
 
 __all__ = ["Sweep", "sweep"]
 
@@ -23,11 +24,15 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 
 @dataclass(slots=True)
 class Sweep:
-    """Findings by `(mapping, model type, class)`, why the others cannot be built, and the layers that were followed."""
+    """Findings by `(mapping, model type, class)`, why the others cannot be built, and the layers that were followed.
+
+    `unprepared`: why accelerate cannot prepare a class for FSDP2, empty where it can.
+    """
 
     findings: dict[tuple[str, str, str], Finding] = field(default_factory=dict)
     refused: dict[tuple[str, str, str], str] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
+    unprepared: dict[str, str] = field(default_factory=dict)
 
 
 def sweep(chosen: list[tuple[str, str, str]]) -> Sweep:
@@ -78,6 +83,10 @@ def page(result: Sweep) -> str:
         "",
         *(f"- `{key[2]}`: {reason}" for key, reason in sorted(result.refused.items())),
         "",
+        "## Prepared for FSDP2",
+        "",
+        *_prepared(result.unprepared),
+        "",
         "## Fused layers",
         "",
         f"{len(fused)} layers hold several matrices. {len(followed)} of them were followed through a forward; the",
@@ -94,6 +103,16 @@ def page(result: Sweep) -> str:
         *_classes(result.findings),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _prepared(refusals: Mapping[str, str]) -> list[str]:
+    refused = {name: reason for name, reason in sorted(refusals.items()) if reason}
+    return [
+        f"`accelerator.prepare` takes {len(refusals) - len(refused)} of {len(refusals)} classes (over two ranks,",
+        "without memory). The others are refused:",
+        "",
+        *(f"- `{name}`: {reason}" for name, reason in refused.items()),
+    ]
 
 
 def _counts(result: Sweep) -> list[str]:
@@ -135,6 +154,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("dmuon_hf").setLevel(logging.ERROR)
     result = sweep(list(entries()))
+    result.unprepared = refusals(dict.fromkeys(key[1:] for key in result.findings))
     PAGE.write_text(page(result))
     for row in _counts(result):
         sys.stdout.write(row + "\n")
