@@ -11,23 +11,19 @@ demonstration on two CPU cores. Needs a launch as one process, FSDP2 or HSDP.
 
 from __future__ import annotations
 
-import logging
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from recipe_data import load_blocks
 from recipe_models import load_model
-from safetensors.torch import save_file
+from recipe_run import checkpoint_of, end, leave, quiet
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import dmuon_hf
-
-logger = logging.getLogger("finetune_causal_lm")
 
 
 @dataclass
@@ -94,7 +90,7 @@ DEFAULTS: dict[str, Any] = {
     "max_steps": 12,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
-    "learning_rate": 4e-4,
+    "learning_rate": 2e-4,
     "lr_scheduler_type": "cosine",
     "logging_steps": 1,
     "save_strategy": "no",
@@ -123,7 +119,7 @@ def main() -> int:
     model_args, data_args, muon_args, args = parser.parse_args_into_dataclasses()
     if model_args.lora:
         raise NotImplementedError("training LoRA adapters with Muon is not built yet; leave out --lora")
-    logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.WARNING)
+    quiet(args.process_index == 0)
     set_seed(args.seed)
 
     output = Path(args.output_dir)
@@ -157,69 +153,7 @@ def main() -> int:
         ),
     )
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
-    trainer.evaluate()
-    if trainer.is_world_process_zero():
-        print(held_out_summary(trainer), flush=True)
-    reference = save(trainer, output, blocks.held_out[0]["input_ids"][:64])
-    status = check_export(output, reference, tolerance(trainer)) if trainer.is_world_process_zero() else 0
-    # The launcher stops everybody when one rank fails to end well, so the check comes first.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
-    return status
-
-
-def checkpoint_of(flag: str | None) -> str | bool | None:
-    """What `--resume_from_checkpoint` means: a directory, or `True` for the last checkpoint in the output directory."""
-    words = {"true": True, "false": False}
-    return flag if flag is None else words.get(flag.lower(), flag)
-
-
-def held_out_summary(trainer: Trainer) -> str:
-    """The held-out loss at each evaluation, and what happened to it."""
-    measured = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
-    (first_step, first), (last_step, last) = measured[0], measured[-1]
-    return f"held-out loss: {first:.4f} at step {first_step}, {last:.4f} at step {last_step} ({last - first:+.4f})"
-
-
-def save(trainer: Trainer, output: Path, token_ids: list[int]) -> Path:
-    """Save the model, and the logits that a reopened one has to give. Collective; returns the file of the logits."""
-    trainer.model.eval()
-    input_ids = torch.tensor([token_ids], device=trainer.args.device)
-    with torch.no_grad():
-        logits = trainer.model(input_ids=input_ids).logits.float()
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(str(output))
-    reference = output / "reference_logits.safetensors"
-    if trainer.is_world_process_zero():
-        save_file({"input_ids": input_ids.cpu(), "logits": logits.contiguous().cpu()}, str(reference))
-    return reference
-
-
-def tolerance(trainer: Trainer) -> float:
-    """How far the logits of a reopened model may be off: it computes in fp32 on the CPU, whatever trained it."""
-    if trainer.accelerator.mixed_precision != "no":
-        return 5e-2
-    return 1e-5 if trainer.args.device.type == "cpu" else 1e-2
-
-
-def check_export(output: Path, reference: Path, tolerance: float) -> int:
-    """Reopen the saved model in a fresh process that is part of no launch; returns its exit status."""
-    launch = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(launch) and key not in names}
-    script = Path(__file__).with_name("check_export.py")
-    prompt = "def read_text(path):\n    "
-    options = ["--prompt", prompt, "--tolerance", str(tolerance)]
-    command = [sys.executable, str(script), str(output), str(reference), *options]
-    return subprocess.run(command, env=env, check=False).returncode
-
-
-def leave(status: int) -> NoReturn:
-    """End a rank at once: torch's threads can abort an interpreter that is shut down in order, and fail the launch."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    return end(trainer, output, blocks.held_out[0]["input_ids"][:64])
 
 
 if __name__ == "__main__":

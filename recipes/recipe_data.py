@@ -37,13 +37,13 @@ def load_blocks(
 ) -> Blocks:
     """Blocks of tokens from `stdlib`, local files (separated by commas), or a dataset on the Hub.
 
-    Every twentieth text is held out. Texts are joined by the end-of-text token; the rest that fills no block is
-    dropped.
+    A column `messages` (lists of `{"role": ..., "content": ...}`) goes through the tokenizer's chat template. Every
+    twentieth text is held out. Texts are joined by the end-of-text token; the rest that fills no block is dropped.
 
     Raises:
-        SystemExit: no text column, or too little text.
+        SystemExit: no text column, no chat template for messages, or too little text.
     """
-    texts = _texts(name, config=config, split=split, column=column)
+    texts = _texts(name, tokenizer, config=config, split=split, column=column)
     train, held_out = [], []
     for index, text in enumerate(texts):
         (held_out if index % 20 == 0 else train).append(text)
@@ -66,7 +66,9 @@ def _enough(texts: list[str], blocks: int, block_size: int) -> bool:
     return sum(map(len, texts)) > 8 * blocks * block_size
 
 
-def _texts(name: str, *, config: str | None, split: str, column: str | None) -> Iterator[str]:
+def _texts(
+    name: str, tokenizer: PreTrainedTokenizerBase, *, config: str | None, split: str, column: str | None
+) -> Iterator[str]:
     paths = [Path(part) for part in name.split(",")]
     if name == "stdlib":
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -77,9 +79,9 @@ def _texts(name: str, *, config: str | None, split: str, column: str | None) -> 
             if loader is None:
                 yield from _paragraphs(path.read_text(encoding="utf-8", errors="replace"))
             else:
-                yield from _column(load_dataset(loader, data_files=str(path), split="train"), column)
+                yield from _column(load_dataset(loader, data_files=str(path), split="train"), tokenizer, column)
     else:
-        yield from _column(load_dataset(name, config, split=split), column)
+        yield from _column(load_dataset(name, config, split=split), tokenizer, column)
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -96,13 +98,21 @@ def _paragraphs(text: str) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _column(dataset: Any, column: str | None) -> Iterator[str]:
+def _column(dataset: Any, tokenizer: PreTrainedTokenizerBase, column: str | None) -> Iterator[str]:
     names = dataset.column_names
-    chosen = column or ("text" if "text" in names else None)
+    chosen = column or next((name for name in ("text", "messages") if name in names), None)
     if chosen not in names:
         raise SystemExit(f"name the column that holds the text with --text_column; the columns are {names}")
     for row in dataset:
-        yield row[chosen]
+        yield row[chosen] if isinstance(row[chosen], str) else _chat(row[chosen], tokenizer)
+
+
+def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+    if tokenizer.chat_template is None:
+        raise SystemExit(
+            "the dataset holds messages, but the tokenizer has no chat template: take that of a chat model"
+        )
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 def _blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None) -> Dataset:

