@@ -12,6 +12,7 @@ from torch import nn
 import dmuon_hf.core as dmuon
 from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.everywhere import everywhere
 from dmuon_hf.factory import DMuonOptimizers, create, create_optimizer, is_description
 from dmuon_hf.prepare import muon_of
 
@@ -59,6 +60,8 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
     given = kwargs.get("optimizers", args[position] if len(args) > position else None)
     if not isinstance(given, DMuonOptimizers):
         _check_no_description(given, args, kwargs)
+        given = _offered(original, trainer, args, kwargs)
+    if given is None:
         original(trainer, *args, **kwargs)
         return
     if kwargs.get("optimizer_cls_and_kwargs") is not None or len(args) > position + 1:
@@ -66,6 +69,17 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
     kwargs.pop("optimizers", None)
     kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, given), {})
     original(trainer, *args[:position], **kwargs)
+
+
+def _offered(
+    original: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DMuonOptimizers | None:
+    """What `dmuon_hf.run` gives to Trainers that come without an optimizer."""
+    offer = everywhere()
+    if offer is None:
+        return None
+    names = list(inspect.signature(original).parameters)[1:]
+    return offer.offered_to(trainer, dict(zip(names, args, strict=False)) | kwargs)
 
 
 def _check_no_description(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
