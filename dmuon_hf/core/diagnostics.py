@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.runtime import require_runtime, runtime_of
+from dmuon_hf.core.runtime.comm_groups import CommGroup
 from dmuon_hf.core.runtime.forward_profile import empty_profile
-from dmuon_hf.core.runtime.unit import Unit
 
 __all__ = ["collect_forward_unshard_profile", "summarize_comm_plan", "summarize_param_groups"]
 
@@ -88,53 +88,52 @@ def collect_forward_unshard_profile(
 
 
 def summarize_comm_plan(model: nn.Module, *, max_groups: int = 64, max_params_per_group: int = 128) -> dict[str, Any]:
-    """The planned collectives: units in order, the bucket of every owner, payloads in bytes. Any rank may call it.
+    """The planned collectives: groups in order, the bucket of every owner, payloads in bytes. Any rank may call it.
+
+    Under replication nothing is gathered: ``reduce_bytes`` are those of the averages of gradients, which ``replicate``
+    has for parameters without an owner too, and ``publish_bytes`` those of updated matrices. What
+    ``DistributedDataParallel`` and ``fully_shard`` send is not in it, nor what a tensor-parallel axis exchanges.
 
     Args:
         model: A model that ``dedicate_params`` was called on.
-        max_groups: Units listed at most; totals count all.
-        max_params_per_group: Parameters listed per unit at most.
+        max_groups: Groups listed at most; totals count all.
+        max_params_per_group: Parameters listed per group at most.
 
     Raises:
         ConfigurationError: The model has no dedicated parameters.
     """
     runtime = require_runtime(model)
-    topology, plan = runtime.topology, runtime.plan
+    topology, plan, groups = runtime.topology, runtime.plan, runtime.comm_groups
     return {
         "shard_size": topology.shard_size,
         "replicate_size": topology.replicate_size,
         "plan_digest": plan.digest(),
         "loads": plan.loads(),
         "imbalance": plan.imbalance(),
-        "num_groups": len(plan.units),
-        "gather_bytes": sum(unit.gather_bytes for unit in runtime.units),
-        "reduce_bytes": sum(unit.reduce_bytes for unit in runtime.units),
-        "groups": [_summarize_unit(unit, max_params_per_group) for unit in runtime.units[:max_groups]],
-        "groups_left_out": max(0, len(runtime.units) - max_groups),
+        "num_groups": len(groups) or len(plan.units),
+        "gather_bytes": sum(group.gather_bytes for group in groups),
+        "reduce_bytes": sum(group.reduce_bytes for group in groups),
+        "publish_bytes": sum(group.publish_bytes for group in groups),
+        "groups": [_summarized(group, max_params_per_group) for group in groups[:max_groups]],
+        "groups_left_out": max(0, len(groups) - max_groups),
     }
 
 
-def _summarize_unit(unit: Unit, max_params: int) -> dict[str, Any]:
-    element = unit.weights.buffer.element_size()
+def _summarized(group: CommGroup, max_params: int) -> dict[str, Any]:
     return {
-        "name": unit.name,
-        "route": "+".join(sorted({param.route for param in unit.params})),
-        "reshard_after_forward": unit.reshard_after_forward,
-        "gather_bytes": unit.gather_bytes,
-        "reduce_bytes": unit.reduce_bytes,
+        "name": group.name,
+        "route": "+".join(sorted({param.route for param in group.params})),
+        "reshard_after_forward": group.reshard_after_forward,
+        "gather_bytes": group.gather_bytes,
+        "reduce_bytes": group.reduce_bytes,
+        "publish_bytes": group.publish_bytes,
         "buckets": [
-            {"shard": shard, "replicate": replicate, "bytes": segment.numel * element}
-            for (shard, replicate), segment in unit.layout.slot_segments.items()
-            if segment.numel
+            {"shard": shard, "replicate": replicate, "bytes": nbytes}
+            for (shard, replicate), nbytes in group.buckets.items()
         ],
         "params": [
-            {
-                "name": param.name,
-                "shape": list(param.shape),
-                "owner": None if param.is_sharded else param.owner_rank,
-                "route": param.route,
-            }
-            for param in unit.params[:max_params]
+            {"name": param.name, "shape": list(param.shape), "owner": param.owner, "route": param.route}
+            for param in group.params[:max_params]
         ],
-        "params_left_out": max(0, len(unit.params) - max_params),
+        "params_left_out": max(0, len(group.params) - max_params),
     }

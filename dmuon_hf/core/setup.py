@@ -24,6 +24,7 @@ from dmuon_hf.core.planning import (
 )
 from dmuon_hf.core.policy import ParamPolicy, ParamPolicyFn, RouteHintFn, check_forward_unshard, policy_source
 from dmuon_hf.core.runtime.build import RuntimeOptions, build_runtime
+from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 from dmuon_hf.core.runtime.runtime import attach, runtime_of
 from dmuon_hf.core.runtime.state_dict_shim import watch_state_dicts
 from dmuon_hf.core.selection import (
@@ -139,8 +140,10 @@ def dedicate_params(
             is updated. 0 publishes each on its own.
         muon_forward_unshard: ``"broadcast"``: owners broadcast the weights of the muon route; ``"all_gather"``: after
             each update they are cut into even shards, from which each forward gathers them (:mod:`.runtime.shards`).
-        tp_buffer_reuse:
-            Belong to modes that are not built; other values than the defaults raise ``NotImplementedError``.
+        tp_buffer_reuse: Which buffers of the exchange between tensor-parallel ranks ``step()`` keeps between batches
+            and steps, in place of fresh ones: ``"gather"`` those of directions on the way to their workers,
+            ``"scatter"`` those of updates on the way home, ``True`` or ``"all"`` both. Nothing is allocated for them
+            after the first step; the largest of each, two of directions and one of updates, stay. Results are the same.
 
     Returns:
         Owner of each dedicated parameter that has one (the new objects): its rank in ``mesh``, or under HSDP
@@ -154,9 +157,6 @@ def dedicate_params(
             ``source_rank`` they need not be equal); the message names the first difference.
         NotImplementedError: A mode that is not built was asked for.
     """
-    _refuse_unbuilt(
-        tp_buffer_reuse=(tp_buffer_reuse, False),
-    )
     check_forward_unshard(muon_forward_unshard, "dedicate_params")
     told = policy_source(param_policy=param_policy, param_policy_fn=param_policy_fn, route_hint_fn=route_hint_fn)
 
@@ -183,10 +183,6 @@ def dedicate_params(
     )
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ConfigurationError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
-    if not replicate_broadcast_bucket_mb >= 0.0:
-        raise ConfigurationError(
-            f"replicate_broadcast_bucket_mb must be 0 or more MiB, got {replicate_broadcast_bucket_mb!r}"
-        )
     if mesh is None:
         _refuse_without_effect(reduce_dtype=reduce_dtype, master_dtype=master_dtype, source_rank=source_rank)
     if runtime_of(model) is not None:
@@ -208,6 +204,12 @@ def dedicate_params(
     )
     targets = selection.targets
     topology = topology_of(model, mesh, replicate_mesh, process_group_policy, targets)
+    context = DedicatedCommContext(
+        topology.device,
+        topology.replicate_group,
+        tp_buffer_reuse=tp_buffer_reuse,
+        replicate_broadcast_bucket_mb=replicate_broadcast_bucket_mb,
+    )
     settings = {
         "compute_dtype": str(compute_dtype),
         "reduce_dtype": str(reduce_dtype),
@@ -226,26 +228,16 @@ def dedicate_params(
         reduce_dtype=reduce_dtype,
         master_dtype=master_dtype,
         reshard_after_forward=reshard_after_forward,
-        publish_bucket_bytes=replicate_broadcast_bucket_mb * 2**20,
         delay_second_stage=delay_stage2_to_optimizer,
         source_rank=source_rank,
     )
-    runtime = build_runtime(model, plan, targets, topology, options)
+    runtime = build_runtime(model, plan, targets, topology, context, options)
     runtime.left_frozen = selection.frozen
     runtime.stacks = stacks
     attach(model, runtime)
     watch_state_dicts(model)
     log_plan(plan, topology)
     return {param.param: param.owner_rank for param in runtime.dedicated.values() if not param.is_sharded}
-
-
-def _refuse_unbuilt(**arguments: tuple[object, object]) -> None:
-    """Refuse arguments, each with its default, of modes that are not built."""
-    for name, (value, default) in arguments.items():
-        if value != default:
-            raise NotImplementedError(
-                f"dedicate_params({name}=...) belongs to a mode that is not built: leave it at {default!r}"
-            )
 
 
 def _refuse_without_effect(**given: object) -> None:

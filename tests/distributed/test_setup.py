@@ -169,7 +169,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
                 tiny_mlp(), mesh, is_proj, hook_boundary_resolver=lambda n, p: nn.Linear(1, 1)
             )
         ),
-        "unbuilt": message_of(lambda: dmuon.dedicate_params(tiny_mlp(), mesh, is_proj, tp_buffer_reuse=True)),
+        "buffers": message_of(lambda: dmuon.dedicate_params(tiny_mlp(), mesh, is_proj, tp_buffer_reuse="some")),
     }
     model = tiny_mlp()
     dmuon.dedicate_params(model, mesh, is_proj)
@@ -194,7 +194,7 @@ def test_wrong_input_is_refused_with_what_to_change() -> None:
         "vector": ("ConfigurationError", "ln.weight"),
         "boundary": ("ConfigurationError", "hook_boundary_strict=False"),
         "resolver": ("ConfigurationError", "must return a module of the model"),
-        "unbuilt": ("NotImplementedError", "tp_buffer_reuse"),
+        "buffers": ("ConfigurationError", "tp_buffer_reuse must be False, True, 'gather', 'scatter' or 'all'"),
         "twice": ("ConfigurationError", "already called"),
         "sharded": ("ConfigurationError", "before fully_shard"),
         "shared": ("ConfigurationError", "layers.0"),

@@ -21,6 +21,7 @@ LAYOUTS: dict[str, tuple[Run | TpRun, int]] = {
     "rows under HSDP": (Run("hsdp", "mlp", pure=True, dedicate=ROWS), 4),
     "replicas": (Run("replicate", "mlp"), 2),
     "tensor-parallel parts": (TpRun("shard_tp", Run("tp", "mlp")), 4),
+    "parts in kept buffers": (TpRun("tp", Run("tp", "mlp", dedicate={"tp_buffer_reuse": True})), 2),
     "replicas of tensor-parallel parts": (TpRun("ddp_tp", Run("tp", "mlp")), 4),
 }
 WORLDS = {"z2": 2, "z3": 2, "hsdp": 4, "hsdp_sync": 4}

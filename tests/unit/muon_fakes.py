@@ -101,6 +101,7 @@ class FakeRuntime:
             if is_dedicated(name)
         }
         self.backward_count = 1
+        self.reused_buffers: tuple[Any, ...] = ()
         self.left_frozen: frozenset[str] = frozenset()
         self.stacks: dict[str, MatrixSpec] = {}
         self.calls: list[str] = []

@@ -14,7 +14,7 @@ Another way to keep matrices whole for their update is another implementation of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +201,10 @@ class OptimizerRuntime(Protocol):
     def matrix_units(self) -> Sequence[MatrixUnit]: ...
     @property
     def backward_count(self) -> int: ...
+    @property
+    def reused_buffers(self) -> Collection[Literal["gather", "scatter"]]:
+        """The ways of the exchange on a tensor-parallel axis whose buffers are kept."""
+
     def prepare_grads(self) -> None: ...
     def grad_flags(self) -> list[bool]: ...
     @property

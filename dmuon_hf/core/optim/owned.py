@@ -50,7 +50,7 @@ class OwnedSource:
             if matrix.route != "muon":
                 _check_shape(matrix)
         self._stacks = [matrix for matrix in self._matrices if matrix.param.ndim == 3]
-        self._parallel = tensor_parallel_matrices(runtime.topology, self._matrices, columns)
+        self._parallel = tensor_parallel_matrices(runtime, self._matrices, columns)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:

@@ -8,12 +8,13 @@ data-parallel place works for itself, on what is owned there, so the work is div
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram, update_columns
-from dmuon_hf.core.optim.interfaces import DedicatedMatrix, Layout, OnBatch, TensorAxis
+from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OnBatch, OptimizerRuntime, TensorAxis
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
+from dmuon_hf.core.runtime.scratch import Way
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, make_sharded_plan
@@ -34,6 +35,7 @@ class TensorParallelMatrices:
         slot: This rank's data-parallel place.
         team: The ranks of the axis.
         policy: Which of them are orthogonalised where their parts lie; ``None``: none.
+        reused: The ways whose exchange buffers are kept between batches and steps.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TensorParallelMatrices:
         slot: tuple[int, int],
         team: Team,
         policy: ColumnPolicy | None = None,
+        reused: Collection[Way] = (),
     ) -> None:
         self._policy = policy
         self.keys = frozenset(id(matrix.param) for matrix in matrices)
@@ -59,7 +62,7 @@ class TensorParallelMatrices:
         self._here = by_owner[slot]
         self._plan = self._plans[slot]
         self._itinerary = itinerary_of(self._plan, team.rank)
-        self._exchange = Exchange(team)
+        self._exchange = Exchange(team, reused)
 
     def update(
         self,
@@ -124,15 +127,16 @@ class TensorParallelMatrices:
 
 
 def tensor_parallel_matrices(
-    topology: Layout, owned: Sequence[DedicatedMatrix], policy: ColumnPolicy | None = None
+    runtime: OptimizerRuntime, owned: Sequence[DedicatedMatrix], policy: ColumnPolicy | None = None
 ) -> TensorParallelMatrices | None:
     """Those of ``owned`` that have parts on a tensor-parallel axis; ``None`` if there are none."""
+    topology = runtime.topology
     matrices = [matrix for matrix in owned if matrix.part is not None]
     if topology.tensor is None or not matrices:
         return None
     axis = topology.tensor
     team = Team(axis.ranks, axis.ranks[axis.rank], topology.device, axis.group)
-    return TensorParallelMatrices(matrices, axis, topology.slot, team, policy)
+    return TensorParallelMatrices(matrices, axis, topology.slot, team, policy, runtime.reused_buffers)
 
 
 def _entry(matrix: DedicatedMatrix, axis: TensorAxis) -> ShardedEntry:

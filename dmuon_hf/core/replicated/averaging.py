@@ -76,6 +76,11 @@ class GradientAveraging:
         self._wrappers.add(wrapper)
 
     @property
+    def buckets(self) -> tuple[GradBucket, ...]:
+        """What travels together, in the order in which it leaves."""
+        return tuple(self._buckets)
+
+    @property
     def wrappers(self) -> tuple[DistributedDataParallel, ...]:
         return tuple(self._wrappers)
 

@@ -15,7 +15,12 @@ from dmuon_hf.core.replicated.parts import grad_part, part_like, part_of
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
 
-__all__ = ["GradBucket"]
+__all__ = ["GradBucket", "bucket_name"]
+
+
+def bucket_name(unit: str) -> str:
+    """What the bucket of a unit's gradients is called."""
+    return f"unit {unit}"
 
 
 class GradBucket:

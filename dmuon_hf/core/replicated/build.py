@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import ParamEntry, Plan
 from dmuon_hf.core.replicated.averaging import GradientAveraging
-from dmuon_hf.core.replicated.bucket import GradBucket
+from dmuon_hf.core.replicated.bucket import GradBucket, bucket_name
 from dmuon_hf.core.replicated.params import ReplicatedParam
 from dmuon_hf.core.replicated.parts import part_of
 from dmuon_hf.core.replicated.publish import UnitPublish
@@ -51,7 +51,7 @@ def build_replicated(
     for name in reversed(plan.units):
         members = [params[entry.name] for entry in plan.unit_entries(name)]
         bucket = GradBucket(
-            f"unit {name}",
+            bucket_name(name),
             [(param.name, param.param) for param in members],
             group=topology.shard_group,
             context=context,

@@ -41,6 +41,14 @@ class UnitPublish:
         self._on_the_way: list[nn.Parameter] = []
         self._staged: list[tuple[nn.Parameter, Tensor]] = []
 
+    @property
+    def nbytes_by_owner(self) -> dict[int, int]:
+        """Payload of a publish of every matrix, by the owner's rank."""
+        found: dict[int, int] = {}
+        for param in self.params:
+            found[param.owner_shard] = found.get(param.owner_shard, 0) + part_of(param.param).nbytes
+        return found
+
     def issue(self) -> None:
         """Send every matrix that has changed; the last publish is waited for first. Collective."""
         self.wait()

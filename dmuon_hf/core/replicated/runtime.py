@@ -8,9 +8,11 @@ from typing import Any
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import Plan
 from dmuon_hf.core.replicated.averaging import GradientAveraging
+from dmuon_hf.core.replicated.bucket import GradBucket, bucket_name
 from dmuon_hf.core.replicated.params import ReplicatedParam
 from dmuon_hf.core.replicated.publish import UnitPublish
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.comm_groups import CommGroup, ListedParam, listed
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.runtime import Runtime
 
@@ -46,6 +48,27 @@ class ReplicatedRuntime(Runtime):
         return self.averaging.synchronised
 
     @property
+    def comm_groups(self) -> list[CommGroup]:
+        """The units, in plan order, and then what has no owner and is averaged here; nothing is gathered."""
+        assert self.averaging is not None
+        averages = {bucket.name: bucket for bucket in self.averaging.buckets}
+        groups = []
+        for publish in self._publishes:
+            owned = publish.nbytes_by_owner
+            groups.append(
+                CommGroup(
+                    name=publish.name,
+                    params=[listed(param) for param in publish.params],
+                    reshard_after_forward=False,
+                    gather_bytes=0,
+                    reduce_bytes=averages.pop(bucket_name(publish.name)).nbytes,
+                    publish_bytes=sum(owned.values()),
+                    buckets={(owner, 0): nbytes for owner, nbytes in owned.items()},
+                )
+            )
+        return groups + [_without_owner(bucket) for bucket in averages.values()]
+
+    @property
     def matrix_units(self) -> list[OwnedUnit]:
         publishes = {publish.name: publish.issue for publish in self._publishes}
         return owned_units(list(self.dedicated.values()), self.plan.units, publishes)
@@ -62,3 +85,16 @@ class ReplicatedRuntime(Runtime):
     def finish_publish(self) -> None:
         for publish in self._publishes:
             publish.wait()
+
+
+def _without_owner(bucket: GradBucket) -> CommGroup:
+    """What :func:`replicate` averages, which every rank updates alike."""
+    return CommGroup(
+        name=bucket.name,
+        params=[ListedParam(name, tuple(param.shape), None, "adamw") for name, param in bucket.params],
+        reshard_after_forward=False,
+        gather_bytes=0,
+        reduce_bytes=bucket.nbytes,
+        publish_bytes=0,
+        buckets={},
+    )

@@ -53,7 +53,6 @@ class RuntimeOptions:
         reduce_dtype: Dtype in which gradients are accumulated and travel; ``None`` is fp32 at least.
         master_dtype: Dtype of what the owner keeps and updates; ``None`` is the parameter's own.
         reshard_after_forward: Free whole weights between forward and backward (Z3) or keep them (Z2).
-        publish_bucket_bytes: Most bytes of several units that are published together under HSDP.
         delay_second_stage: Let the replicate stage of the HSDP reduction run on until the end of the pass.
         source_rank: Data-parallel rank whose values count where the others hold none yet; ``None``: the owner's.
     """
@@ -62,13 +61,17 @@ class RuntimeOptions:
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
-    publish_bucket_bytes: float = 0.0
     delay_second_stage: bool = True
     source_rank: int | None = None
 
 
 def build_runtime(
-    root: nn.Module, plan: Plan, targets: Mapping[str, Target], topology: Topology, options: RuntimeOptions
+    root: nn.Module,
+    plan: Plan,
+    targets: Mapping[str, Target],
+    topology: Topology,
+    context: DedicatedCommContext,
+    options: RuntimeOptions,
 ) -> Runtime:
     """Install owned parameters, build the units and register their hooks. Every rank calls it with the same plan.
 
@@ -77,9 +80,9 @@ def build_runtime(
         plan: Entries in model order.
         targets: By entry name.
         topology: Where this rank stands.
+        context: Of the model, not started.
         options: See :class:`RuntimeOptions`.
     """
-    context = DedicatedCommContext(topology.device, topology.replicate_group)
     context.monitor.start(topology)
     if topology.is_distributed:
         _check_dtypes(plan, targets, options)
@@ -88,11 +91,7 @@ def build_runtime(
     params = {entry.name: _dedicate(entry, targets[entry.name], topology, options) for entry in plan.entries}
     contents = _contents(plan, params, targets, topology, options) if topology.is_distributed else []
     published = [content for content in contents if not _has_no_copy(content, targets)]
-    columns = (
-        column_copies(published, topology, context, bucket_bytes=options.publish_bucket_bytes)
-        if topology.is_hsdp
-        else {}
-    )
+    columns = column_copies(published, topology, context) if topology.is_hsdp else {}
     units = [
         _build_unit(content, index, targets, topology, context, columns.get(content.name), options)
         for index, content in enumerate(contents)

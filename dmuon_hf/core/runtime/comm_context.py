@@ -9,8 +9,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.device import DeviceHandle
+from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.lockstep import LockstepMonitor
 from dmuon_hf.core.runtime.forward_profile import forward_profile
+from dmuon_hf.core.runtime.scratch import reused_ways
 
 __all__ = ["DedicatedCommContext"]
 
@@ -30,6 +32,8 @@ class DedicatedCommContext:
         separate_row_stream: Whether the optimizer asked for that.
         monitor: Notes what this rank issues and waits for; raises when the ranks have diverged.
         forward_profile: Counters of gathers for forward, ``None`` unless the environment asked for them.
+        reused_buffers: What ``tp_buffer_reuse`` keeps: buffers of the ways ``"gather"`` and ``"scatter"``.
+        publish_bucket_bytes: Most bytes of several units that are published together under HSDP.
         replicate_group: Group over the replicate dimension, ``None`` on a 1-D mesh.
 
     Streams are made when they are first asked for, since not every device of a single process has any; on the CPU they
@@ -44,10 +48,12 @@ class DedicatedCommContext:
         tp_buffer_reuse: bool | str = False,
         replicate_broadcast_bucket_mb: float = 0.0,
     ) -> None:
-        if tp_buffer_reuse is not False:
-            raise NotImplementedError("tp_buffer_reuse belongs to tensor parallelism, which is not built")
-        if replicate_broadcast_bucket_mb != 0.0:
-            raise NotImplementedError("replicate_broadcast_bucket_mb: only 0 (one publish per unit) is built")
+        if not replicate_broadcast_bucket_mb >= 0.0:
+            raise ConfigurationError(
+                f"replicate_broadcast_bucket_mb must be 0 or more MiB, got {replicate_broadcast_bucket_mb!r}"
+            )
+        self.reused_buffers = reused_ways(tp_buffer_reuse)
+        self.publish_bucket_bytes = replicate_broadcast_bucket_mb * 2**20
         self.separate_row_stream = False
         self.monitor = LockstepMonitor()
         self.device = DeviceHandle(device)

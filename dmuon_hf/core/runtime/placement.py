@@ -27,6 +27,11 @@ class WeightPlacement(Protocol):
         ...
 
     @property
+    def publish_numel(self) -> int:
+        """Elements of what :meth:`publish` sends to this rank, or from it."""
+        ...
+
+    @property
     def stream(self) -> Any:
         """The side stream of the gathers."""
         ...
@@ -64,6 +69,10 @@ class OwnerBroadcast:
         self._own = layout.owned_by(topology.slot)
         self._own_params = [params[i] for i in self._own]
         self._column = column
+
+    @property
+    def publish_numel(self) -> int:
+        return 0 if self._column is None else self._layout.shard_segments[self._topology.shard_rank].numel
 
     @property
     def stream(self) -> Any:

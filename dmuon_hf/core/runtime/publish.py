@@ -56,20 +56,24 @@ class UnitContent:
 
 
 def column_copies(
-    units: Sequence[UnitContent], topology: Topology, context: DedicatedCommContext, *, bucket_bytes: float
+    units: Sequence[UnitContent], topology: Topology, context: DedicatedCommContext
 ) -> dict[str, ColumnCopy]:
-    """The column copies of all units, by name, in buckets of at most ``bucket_bytes`` or of one unit.
+    """The column copies of all units, by name, in buckets of as many bytes as ``context`` says, or of one unit.
 
     Args:
         units: All units, in plan order.
         topology: An HSDP grid.
-        context: Of the model.
-        bucket_bytes: Most bytes of the largest column of a bucket of several units; 0 for a bucket per unit.
+        context: Of the model; its ``publish_bucket_bytes`` are the most that the largest column of a bucket of several
+            units has, 0 for a bucket per unit.
     """
     buckets: list[list[UnitContent]] = []
     filled = 0.0
     for unit in units:
-        fits = buckets and buckets[-1][-1].dtype is unit.dtype and filled + unit.largest_column <= bucket_bytes
+        fits = (
+            buckets
+            and buckets[-1][-1].dtype is unit.dtype
+            and filled + unit.largest_column <= context.publish_bucket_bytes
+        )
         if not fits:
             buckets.append([])
             filled = 0.0

@@ -73,6 +73,7 @@ class RowGather:
         self._group = topology.shard_group
         self._context = context
         self.buffer_numel = self._split.padded
+        self.publish_numel = 0
 
     @property
     def stream(self) -> Any:

@@ -19,6 +19,7 @@ from dmuon_hf.core.lockstep import Channel
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import MatrixSpec, Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
+from dmuon_hf.core.runtime.comm_groups import CommGroup, group_of_unit
 from dmuon_hf.core.runtime.dedicated import DedicatedParam
 from dmuon_hf.core.runtime.fsdp_grads import (
     discard_unreduced_grads,
@@ -30,6 +31,7 @@ from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
 from dmuon_hf.core.runtime.integrity import misplaced, unsynchronised
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
+from dmuon_hf.core.runtime.scratch import Way
 from dmuon_hf.core.runtime.unit import NO_COPY, Unit
 
 if TYPE_CHECKING:
@@ -92,6 +94,16 @@ class Runtime:
         copied.left_frozen = self.left_frozen
         copied.stacks = self.stacks
         return copied
+
+    @property
+    def reused_buffers(self) -> frozenset[Way]:
+        """See :class:`DedicatedCommContext`."""
+        return self.context.reused_buffers
+
+    @property
+    def comm_groups(self) -> list[CommGroup]:
+        """What travels together, in plan order."""
+        return [group_of_unit(unit) for unit in self.units]
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 

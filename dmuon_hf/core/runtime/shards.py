@@ -66,6 +66,10 @@ class ShardGather:
         self._read: Any = None
 
     @property
+    def publish_numel(self) -> int:
+        return self._shard_numel
+
+    @property
     def stream(self) -> Any:
         return self._context.broadcast_stream
 

@@ -20,6 +20,7 @@ from dmuon_hf.core.optim.update import (
     orthogonal_updates,
 )
 from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.runtime.scratch import Way
 from dmuon_hf.core.sharded.exchange import Exchange, Parcel, Shipment
 from dmuon_hf.core.sharded.itinerary import Leg, Stop
 from dmuon_hf.core.sharded.plan import ShardedEntry
@@ -74,7 +75,7 @@ class Bucket:
             advanced = advance_momentum([self._parts[task].matrix for task in tasks], rule)
             directions.update(zip(tasks, advanced, strict=True))
         header = header_numel(self._dtype)
-        shipment = self._ship(self._stop.sends, self._stop.takes, header=header)
+        shipment = self._ship("gather", self._stop.sends, self._stop.takes, header=header)
         write_parts(shipment.outgoing, [directions[leg.task] for leg in self._stop.sends])
         shipment.send()
         self._shipment = shipment
@@ -94,7 +95,7 @@ class Bucket:
 
     def send_updates(self) -> None:
         """Send updates home to everyone who holds some of their matrix. Collective."""
-        shipment = self._ship(self._stop.gives, self._stop.gets, read_as=self._wide)
+        shipment = self._ship("scatter", self._stop.gives, self._stop.gets, read_as=self._wide)
         _copy(
             [
                 block
@@ -139,6 +140,7 @@ class Bucket:
 
     def _ship(
         self,
+        way: Way,
         outgoing: Sequence[Leg],
         incoming: Sequence[Leg],
         *,
@@ -146,7 +148,7 @@ class Bucket:
         read_as: torch.dtype | None = None,
     ) -> Shipment:
         parcels = _parcels(outgoing, header), _parcels(incoming, header)
-        return Shipment(self._exchange, *parcels, self._dtype, read_as=read_as)
+        return Shipment(self._exchange, way, *parcels, self._dtype, read_as=read_as)
 
     def _received(self) -> list[Tensor]:
         if self._shipment is None:

@@ -6,7 +6,7 @@ out one after the other. Sender and receiver derive the order from the plan, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dmuon_hf.core.device import DeviceHandle
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
+from dmuon_hf.core.runtime.scratch import Scratch, Way
 from dmuon_hf.core.sharded.ranks import Team
 
 __all__ = ["Exchange", "Parcel", "Shipment"]
@@ -38,6 +39,7 @@ class Shipment:
     def __init__(
         self,
         exchange: Exchange,
+        way: Way,
         outgoing: Sequence[Parcel],
         incoming: Sequence[Parcel],
         dtype: torch.dtype,
@@ -45,8 +47,10 @@ class Shipment:
         read_as: torch.dtype | None = None,
     ) -> None:
         self._exchange = exchange
-        self._sent, self.outgoing = _buffer(outgoing, dtype, exchange.team.device)
-        self._received, self.incoming = _buffer(incoming, dtype, exchange.team.device)
+        sizes = [[parcel.numel for parcel in parcels] for parcels in (outgoing, incoming)]
+        sent, received = map(sum, sizes)
+        self._sent, self._received = exchange.scratch.take(way, sent=sent, received=received, dtype=dtype)
+        self.outgoing, self.incoming = _parts(self._sent, sizes[0]), _parts(self._received, sizes[1])
         self._splits = [_splits(parcels, len(exchange.team.ranks)) for parcels in (incoming, outgoing)]
         self._read_as = read_as or dtype
         self._flight: InFlight | None = None
@@ -67,10 +71,16 @@ class Shipment:
 
 
 class Exchange:
-    """Makes shipments over the group of a team, beside the stream that computes."""
+    """Makes shipments over the group of a team, beside the stream that computes.
 
-    def __init__(self, team: Team) -> None:
+    Args:
+        team: Who takes part.
+        reused: The ways whose buffers are kept.
+    """
+
+    def __init__(self, team: Team, reused: Collection[Way] = ()) -> None:
         self.team = team
+        self.scratch = Scratch(team.device, reused)
         self._device = DeviceHandle(team.device)
         self._stream: Any = None
 
@@ -86,10 +96,8 @@ class Exchange:
         return issue_on(self._device, self._stream, [received, sent], start)
 
 
-def _buffer(parcels: Sequence[Parcel], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    sizes = [parcel.numel for parcel in parcels]
-    buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
-    return buffer, list(buffer.split(sizes)) if sizes else []
+def _parts(buffer: Tensor, sizes: list[int]) -> list[Tensor]:
+    return list(buffer.split(sizes)) if sizes else []
 
 
 def _splits(parcels: Sequence[Parcel], peers: int) -> list[int]:

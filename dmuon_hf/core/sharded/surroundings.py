@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads
+from dmuon_hf.core.runtime.scratch import Way
 from dmuon_hf.core.sharded.ranks import Team
 
 __all__ = ["Surroundings"]
@@ -52,6 +53,11 @@ class Surroundings:
         self.matrix_units: Sequence[Any] = ()
         self.left_frozen: frozenset[str] = frozenset()
         self.stacks: Mapping[str, MatrixSpec] = {}
+
+    @property
+    def reused_buffers(self) -> frozenset[Way]:
+        """None: what lies in shards travels in fresh buffers."""
+        return frozenset()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
