@@ -1,16 +1,19 @@
-"""The model of the benchmarks and the ways to train it that are compared."""
+"""The ways to train the models of the benchmarks that are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bench_models import is_matrix, make_llama, make_moe, spec_of, tp_plan
 from peers import Together, make_muon, why_missing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon_hf.core as dmuon
@@ -18,22 +21,18 @@ from dmuon_hf.core.runtime import runtime_of
 
 __all__ = [
     "ALL_MODES",
-    "BATCH",
+    "EXPERTS",
     "MODES",
     "OURS",
     "PEERS",
     "REPLICATED",
+    "TENSOR_PARALLEL",
     "Contender",
     "Mode",
     "NewtonSchulzProbe",
-    "batch_of",
     "build",
     "choose_modes",
 ]
-
-BATCH = (2, 32)
-"""Sequences and tokens of one rank's batch."""
-_VOCABULARY = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,9 @@ class Mode:
         reshard: Whether whole weights are freed between forward and backward (Z3, FSDP2's default) or kept (Z2).
         hsdp: Two replicas instead of one.
         dtype: What Newton-Schulz iterates in.
-        rival: The AdamW mode with the same sharding.
+        rival: The AdamW mode of the same model with the same sharding.
+        experts: The model is a mixture of experts.
+        tensor_parallel: Ranks of the tensor-parallel dimension, inside of which the ranks share a batch.
     """
 
     optimizer: str
@@ -55,6 +56,13 @@ class Mode:
     rival: str
     hsdp: bool = False
     dtype: torch.dtype = torch.float32
+    experts: bool = False
+    tensor_parallel: int = 1
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps whole weights."""
+        return self.optimizer.endswith("ddp")
 
 
 MODES: dict[str, Mode] = {
@@ -80,6 +88,18 @@ REPLICATED: dict[str, Mode] = {
 }
 """Whole weights on every rank. C++ issues the collectives of DistributedDataParallel, where nothing counts them."""
 
+EXPERTS: dict[str, Mode] = {
+    "moe-adamw-z3": Mode("adamw", reshard=True, rival="moe-adamw-z3", experts=True),
+    "moe-sharded-z3-bf16": Mode("sharded", reshard=True, rival="moe-adamw-z3", dtype=torch.bfloat16, experts=True),
+    "moe-dmuon-z3-bf16": Mode("dmuon", reshard=True, rival="moe-adamw-z3", dtype=torch.bfloat16, experts=True),
+    "moe-adamw-ddp": Mode("adamw-ddp", reshard=False, rival="moe-adamw-ddp", experts=True),
+    "moe-ddp-bf16": Mode("ddp", reshard=False, rival="moe-adamw-ddp", dtype=torch.bfloat16, experts=True),
+}
+"""Stacks of experts, which FSDP2 cuts between experts: only matrices of attention are owned, or travel."""
+
+TENSOR_PARALLEL: dict[str, Mode] = {"dmuon-tp": Mode("dmuon", reshard=True, rival="adamw-z3", tensor_parallel=2)}
+"""For counting bytes: a benchmark of time would compare other products."""
+
 PEERS: dict[str, Mode] = {
     "gathered-z3": Mode("gathered", reshard=True, rival="adamw-z3", dtype=torch.bfloat16),
     "gathered-z2": Mode("gathered", reshard=False, rival="adamw-z2", dtype=torch.bfloat16),
@@ -91,21 +111,19 @@ PEERS: dict[str, Mode] = {
     "heavyball-hsdp": Mode("heavyball", reshard=True, rival="adamw-hsdp", hsdp=True, dtype=torch.bfloat16),
 }
 """Muon by others. muon-fsdp2 knows 1-D meshes only."""
-ALL_MODES = MODES | REPLICATED | PEERS
+ALL_MODES = MODES | REPLICATED | EXPERTS | TENSOR_PARALLEL | PEERS
 OURS = ("dmuon", "sharded", "ddp")
 """Optimizers of this package."""
 
 
-def choose_modes(asked: Sequence[str] | None, world: int, *, peers: bool = False) -> list[str]:
-    """The modes asked for, or all that ``world`` ranks and this machine can run. Prints what it leaves out.
-
-    ``peers`` adds those of others to what can be chosen from.
+def choose_modes(asked: Sequence[str] | None, world: int, known: Mapping[str, Mode]) -> list[str]:
+    """The modes asked for, or all of ``known`` that ``world`` ranks and this machine can run. Prints what is left out.
 
     Raises:
         SystemExit: A mode that was asked for needs another number of ranks, or a package that is missing.
     """
-    known = ALL_MODES if peers else MODES
-    impossible = {name for name, mode in known.items() if mode.hsdp and (world < 4 or world % 2)}
+    of_two = {name for name, mode in known.items() if mode.hsdp or mode.tensor_parallel > 1}
+    impossible = of_two if world < 4 or world % 2 else set()
     optimizers = {known[name].optimizer for name in (known if asked is None else asked)}
     missing = {optimizer: reason for optimizer in sorted(optimizers) if (reason := why_missing(optimizer)) is not None}
     if asked is not None:
@@ -140,6 +158,16 @@ class NewtonSchulzProbe:
         self._clock = clock
         self._calls: list[tuple[Tensor, int | None]] = []
         self.seconds = 0.0
+
+    @property
+    def calls(self) -> int:
+        """Calls since the last reset."""
+        return len(self._calls)
+
+    @property
+    def matrices(self) -> int:
+        """Matrices in them."""
+        return sum(math.prod(matrices.shape[:-2]) for matrices, _ in self._calls)
 
     def reset(self) -> None:
         self._calls.clear()
@@ -183,45 +211,52 @@ class Contender:
             runtime.finish_publish()
 
 
-def batch_of(rank: int, step: int) -> Tensor:
-    """Token ids, other ones on every rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, _VOCABULARY, BATCH, generator=generator)
-
-
 def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
     """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz."""
     mode = ALL_MODES[name]
-    model = _make_model()
-    if name in REPLICATED:
+    model = make_moe() if mode.experts else make_llama()
+    if mode.replicated:
         return _build_replicated(name, mode, model, world, clock)
+    axis = mode.tensor_parallel
+    replicas = 2 if mode.hsdp else 1
+    names, sizes = ["shard"], [world // replicas // axis]
     if mode.hsdp:
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        shard_mesh, replicate_mesh = mesh["shard"], mesh["replicate"]
-    else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-        shard_mesh, replicate_mesh = mesh, None
+        names, sizes = ["replicate", *names], [replicas, *sizes]
+    if axis > 1:
+        names, sizes = [*names, "tp"], [*sizes, axis]
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+    data = mesh["replicate", "shard"] if mode.hsdp else mesh["shard"]
+    if axis > 1:
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], tp_plan())
     if mode.optimizer == "dmuon":
         dmuon.dedicate_params(
-            model, shard_mesh, _is_matrix, reshard_after_forward=mode.reshard, replicate_mesh=replicate_mesh
+            model,
+            mesh["shard"],
+            is_matrix,
+            reshard_after_forward=mode.reshard,
+            replicate_mesh=mesh["replicate"] if mode.hsdp else None,
+            matrix_spec_fn=spec_of,
         )
-    else:
+    if mode.optimizer != "dmuon" or mode.experts:
         # What ownership leaves of a layer, its norms, joins the group of the root, as in `dmuon_hf.small_rests`.
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=mode.reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=mode.reshard)
+            fully_shard(layer, mesh=data, reshard_after_forward=mode.reshard)
+    fully_shard(model, mesh=data, reshard_after_forward=mode.reshard)
     if mode.optimizer == "adamw":
         return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
     if mode.optimizer not in OURS:
         return Contender(name, model, _make_peer(mode.optimizer, model))
-    return _with_muon(name, mode, model, clock, predicate=_is_matrix if mode.optimizer == "sharded" else None)
+    selection = {"predicate": is_matrix, "matrix_spec_fn": spec_of} if mode.optimizer == "sharded" else {}
+    return _with_muon(name, mode, model, clock, **selection)
 
 
 def _build_replicated(name: str, mode: Mode, model: nn.Module, world: int, clock: Callable[[], float]) -> Contender:
     if mode.optimizer == "adamw-ddp":
         model = DistributedDataParallel(model)
         return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
-    dmuon.dedicate_params_ddp(model, init_device_mesh("cpu", (world,), mesh_dim_names=("data",)), _is_matrix)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    dmuon.dedicate_params_ddp(model, mesh, is_matrix, matrix_spec_fn=spec_of)
     return _with_muon(name, mode, DistributedDataParallel(model), clock)
 
 
@@ -241,28 +276,5 @@ def _make_peer(peer: str, model: nn.Module) -> Together:
     """A peer's Muon for the matrices and AdamW for the rest of a model that FSDP2 has sharded."""
     matrices, rest = [], []
     for name, param in model.named_parameters():
-        (matrices if _is_matrix(name, param) else rest).append(param)
+        (matrices if is_matrix(name, param) else rest).append(param)
     return Together(make_muon(peer, matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, foreach=True))
-
-
-def _make_model() -> Any:
-    """A Llama in fp32, the same on every rank: 3.15 M of its 3.41 M parameters are matrices for Muon."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=_VOCABULARY,
-            attn_implementation="eager",
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def _is_matrix(name: str, param: nn.Parameter) -> bool:
-    return "layers." in name and param.ndim == 2

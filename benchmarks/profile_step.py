@@ -18,7 +18,8 @@ from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
-from contenders import MODES, REPLICATED, batch_of, build
+from bench_models import batch_of
+from contenders import MODES, REPLICATED, build
 from launch import run_ranks
 from report import machine, print_header, print_table, write_json
 
@@ -88,8 +89,8 @@ SECTIONS = (
     (f"{CORE}.runtime.weights:UnitWeights.wait", "gather: finish"),
     (f"{CORE}.runtime.weights:UnitWeights.reshard", "gather: free"),
     (f"{CORE}.runtime.gradients:UnitGrads._collect", "reduce: collect gradients"),
-    (f"{CORE}.runtime.reduction:OwnerReduction.launch", "reduce: pack"),
-    (f"{CORE}.runtime.reduction:_Stage.issue", "reduce: issue"),
+    (f"{CORE}.runtime.reduction:Reduction.launch", "reduce: pack"),
+    (f"{CORE}.runtime.reduction:OwnerStage.issue", "reduce: issue"),
     (f"{CORE}.runtime.reduction:PendingReduction.finish_first_stage", "reduce: sum"),
     (f"{CORE}.runtime.reduction:PendingReduction.finish", "reduce: mean"),
     (f"{CORE}.runtime.collectives:InFlight.wait", None),

@@ -18,10 +18,11 @@ How the figures are made (ms; medians over the rounds; ratios are formed within 
   NS         right after each step all ranks together repeat that step's batched Newton-Schulz calls on the same input:
              from the first rank's start to the last rank's end
   NS inside  time inside these calls during the step itself, mean / largest of the ranks
+  NS calls   the most of a rank / matrices in those of all ranks
   CPU        processor time of all threads of all ranks during the step, of which optimizer and NS: depends little on
              other load
-  ratios     of the total, without NS or without the largest NS inside, to the total of AdamW: under FSDP2's default
-             (adamw-z3), or with the same sharding; of CPU without NS to the CPU of AdamW with the same sharding
+  ratios     of the total, with or without NS, to the total of AdamW: under FSDP2's default (adamw-z3), or with the same
+             model and sharding ("same"), alone or with our NS added; of CPU likewise
   peers      ours over a peer with the same sharding: total, optimizer, and the optimizer's CPU. The gathered variant
              repeats on N ranks what ownership does once, so for it the goal of the optimizer is 1/N plus 10 %. Peers
              iterate in bfloat16, as only our modes named bf16 do. Sharded modes stand over owned ones too; goal: 1.10.
@@ -39,12 +40,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from contenders import ALL_MODES, OURS, PEERS, Contender, batch_of, build, choose_modes
+from bench_models import batch_of
+from contenders import ALL_MODES, OURS, PEERS, TENSOR_PARALLEL, Contender, build, choose_modes
 from launch import run_ranks
 from report import machine, print_header, print_table, write_json
 
 DEFAULT = "adamw-z3"
 GOAL = 1.10
+TIMED = {name: mode for name, mode in ALL_MODES.items() if name not in TENSOR_PARALLEL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Sample:
     ns_start: float
     ns_end: float
     ns_cpu: float
+    ns_calls: int
+    ns_matrices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class Round:
     ns_cpu: float
     ns_inside_mean: float
     ns_inside_max: float
+    ns_calls: int
+    ns_matrices: int
 
 
 def measure(
@@ -111,6 +118,7 @@ def _sample(contender: Contender, ids: Any) -> Sample:
     contender.update()
     end, cpu_end = time.perf_counter(), time.process_time()
     ns_inside = 0.0 if probe is None else probe.seconds
+    calls, matrices = (0, 0) if probe is None else (probe.calls, probe.matrices)
     ns_start = ns_end = ns_cpu = 0.0
     dist.barrier()
     if probe is not None:
@@ -120,7 +128,19 @@ def _sample(contender: Contender, ids: Any) -> Sample:
         probe.reset()
         dist.barrier()
     gc.enable()
-    return Sample(start, backward_end, end, cpu_end - cpu, cpu_end - cpu_backward, ns_inside, ns_start, ns_end, ns_cpu)
+    return Sample(
+        start=start,
+        backward_end=backward_end,
+        end=end,
+        cpu=cpu_end - cpu,
+        cpu_optimizer=cpu_end - cpu_backward,
+        ns_inside=ns_inside,
+        ns_start=ns_start,
+        ns_end=ns_end,
+        ns_cpu=ns_cpu,
+        ns_calls=calls,
+        ns_matrices=matrices,
+    )
 
 
 def combine(ranks: list[Sample]) -> Round:
@@ -139,6 +159,8 @@ def combine(ranks: list[Sample]) -> Round:
         ns_cpu=1e3 * sum(sample.ns_cpu for sample in ranks),
         ns_inside_mean=statistics.fmean(inside),
         ns_inside_max=max(inside),
+        ns_calls=max(sample.ns_calls for sample in ranks),
+        ns_matrices=sum(sample.ns_matrices for sample in ranks),
     )
 
 
@@ -148,15 +170,17 @@ def summarise(rounds: dict[str, list[Round]]) -> dict[str, dict[str, float]]:
     for name, mine in rounds.items():
         figures = {key: statistics.median(asdict(r)[key] for r in mine) for key in asdict(mine[0])}
         default, same = rounds.get(DEFAULT), rounds.get(ALL_MODES[name].rival)
-        if default is not None:
+        if default is not None and not ALL_MODES[name].experts:
             figures["with_ns"] = _ratio(mine, default, _total, _total)
-        # A peer's Newton-Schulz is not measured apart, so its step without it is not known.
-        if default is not None and name not in PEERS:
-            figures["without_ns"] = _ratio(mine, default, lambda r: r.total - r.ns, _total)
-            figures["without_ns_inside"] = _ratio(mine, default, lambda r: r.total - r.ns_inside_max, _total)
+            # A peer's Newton-Schulz is not measured apart, so its step without it is not known.
+            if name not in PEERS:
+                figures["without_ns"] = _ratio(mine, default, lambda r: r.total - r.ns, _total)
         if same is not None and name not in PEERS:
+            figures["with_ns_same"] = _ratio(mine, same, _total, _total)
             figures["without_ns_same"] = _ratio(mine, same, lambda r: r.total - r.ns, _total)
             figures["cpu_without_ns_same"] = _ratio(mine, same, lambda r: r.cpu - r.ns_cpu, lambda r: r.cpu)
+            figures["over_same_and_ns"] = _over_sum(mine, same, _total, lambda r: r.ns)
+            figures["cpu_over_same_and_ns"] = _over_sum(mine, same, lambda r: r.cpu, lambda r: r.ns_cpu)
         summary[name] = figures
     return summary
 
@@ -192,25 +216,49 @@ def _ratio(
     return statistics.median(part(a) / whole(b) for a, b in zip(mine, theirs, strict=True))
 
 
+def _over_sum(
+    mine: list[Round], theirs: list[Round], whole: Callable[[Round], float], own: Callable[[Round], float]
+) -> float:
+    """Mine over the sum of theirs and a part of mine."""
+    return statistics.median(whole(a) / (whole(b) + own(a)) for a, b in zip(mine, theirs, strict=True))
+
+
 def _print(summary: dict[str, dict[str, float]], world: int) -> None:
     times = []
     for name, s in summary.items():
-        ns = [f"{s['ns']:.0f}", f"{s['ns_inside_mean']:.0f} / {s['ns_inside_max']:.0f}", f"{s['ns_cpu']:.0f}"]
+        ns = [
+            f"{s['ns']:.0f}",
+            f"{s['ns_inside_mean']:.0f} / {s['ns_inside_max']:.0f}",
+            f"{s['ns_calls']:.0f} / {s['ns_matrices']:.0f}",
+            f"{s['ns_cpu']:.0f}",
+        ]
         if ALL_MODES[name].optimizer not in OURS:
             ns = ["-"] * len(ns)
         shown = [f"{s[key]:.0f}" for key in ("total", "forward_backward", "optimizer")]
         cpu = [f"{s[key]:.0f}" for key in ("cpu", "cpu_optimizer")]
-        times.append([name, *shown, *ns[:2], *cpu, ns[2]])
-    columns = ["mode", "total", "fwd+bwd", "optimizer", "NS", "NS inside", "CPU", "of it optimizer", "of it NS"]
+        times.append([name, *shown, *ns[:3], *cpu, ns[3]])
+    columns = ["mode", "total", "fwd+bwd", "optimizer", "NS", "NS inside", "NS calls", "CPU", "optimizer's", "NS's"]
     print_table(f"A training step on {world} gloo ranks, ms", columns, times)
-    keys = ("with_ns", "without_ns", "without_ns_inside", "without_ns_same", "cpu_without_ns_same")
+    shown_ratios = {
+        f"total / {DEFAULT}": "with_ns",
+        "without NS": "without_ns",
+        "total / same": "with_ns_same",
+        "without NS / same": "without_ns_same",
+        "CPU without NS / same": "cpu_without_ns_same",
+        "total / (same + NS)": "over_same_and_ns",
+        "CPU / (same + NS)": "cpu_over_same_and_ns",
+    }
     ratios = [
-        [name, *(f"{s[key]:.2f}" if key in s else "-" for key in keys)]
+        [name, *(f"{s[key]:.2f}" if key in s else "-" for key in shown_ratios.values())]
         for name, s in summary.items()
         if ALL_MODES[name].optimizer in OURS
     ]
-    columns = ["mode", f"total / {DEFAULT}", "without NS", "without NS inside", "same sharding", "CPU, same sharding"]
-    print_table(f"Ratios; goal: without NS at most {GOAL:.2f}", columns, ratios)
+    print_table(
+        f"Ratios ('same': AdamW with the same model and sharding); goals: without NS at most {GOAL:.2f}, DDP over "
+        "(same + NS) at most 1.05",
+        ["mode", *shown_ratios],
+        ratios,
+    )
 
 
 def _print_peers(comparison: dict[str, dict[str, dict[str, float]]], world: int) -> None:
@@ -231,7 +279,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="rounds that count (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--modes", nargs="+", choices=list(ALL_MODES), help="default: all that can run here")
+    parser.add_argument("--modes", nargs="+", choices=list(TIMED), help="default: all that can run here")
     parser.add_argument("--rivals", metavar="DIR", help="where pip installed the peers, if not here")
     parser.add_argument("--json", metavar="PATH", help="write everything, every round included")
     options = parser.parse_args()
@@ -239,7 +287,7 @@ def main() -> None:
         sys.path.append(options.rivals)
     where = machine()
     print_header(where)
-    modes = choose_modes(options.modes, options.ranks, peers=True)
+    modes = choose_modes(options.modes, options.ranks, TIMED)
     ranks = run_ranks(measure, options.ranks, modes, options.steps, options.warmup, options.rivals)
     rounds = {name: [combine([rank[i][name] for rank in ranks]) for i in range(options.steps)] for name in modes}
     summary, comparison = summarise(rounds), compare(rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -40,6 +41,23 @@ def assert_gradients_of(results: list[dict[str, Tensor | None]], step: int, *, r
         for name, want in expected.items():
             error = (got[name] - want).norm() / want.norm()
             assert error < rtol, f"{name}: relative error {error:.1e}"
+
+
+def kept_after_zeroing(rank: int, world: int, mode: str) -> tuple[int, int]:
+    model, optimizer = prepare(world, mode, norm=True)
+    model(part_of(0, rank, world)).backward()
+    grads = [getattr(param.grad, "_local_tensor", param.grad) for param in model.parameters()]
+    storages = [weakref.ref(grad.untyped_storage()) for grad in grads if grad.numel() > 0]
+    del grads
+    optimizer.zero_grad()
+    return len(storages), sum(storage() is not None for storage in storages)
+
+
+@pytest.mark.parametrize(("mode", "world"), MODES)
+def test_zeroed_gradients_are_freed_at_once(mode: str, world: int) -> None:
+    for gradients_held, kept in run_ranks(kept_after_zeroing, world, mode):
+        assert gradients_held > 0
+        assert kept == 0
 
 
 def accumulate_zero_train(rank: int, world: int, mode: str, how: str) -> dict[str, Tensor | None]:

@@ -29,8 +29,8 @@ from dmuon_hf.step_model import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from bench_models import make_llama
 from contenders import MODES as BENCHMARK_MODES
-from contenders import _make_model
 from llama_shapes import MODELS, plan_for
 from traffic import formula as counted_bytes
 
@@ -241,7 +241,7 @@ def test_overlap_hides_the_shorter_part_in_full_or_not_at_all():
 
 def test_shapes_of_the_benchmark_are_those_of_its_model():
     with torch.device("meta"):
-        model = _make_model()
+        model = make_llama()
     matrices = {name: tuple(p.shape) for name, p in model.named_parameters() if "layers." in name and p.ndim == 2}
     assert {candidate.name: candidate.shape for candidate in SMALL.candidates()} == matrices
     assert sum(p.numel() for p in model.parameters()) == SMALL.matrix_numel + SMALL.rest_numel

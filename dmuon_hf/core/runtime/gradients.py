@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
+from torch.utils.weak import TensorWeakRef
 
 from dmuon_hf.core.errors import DMuonError
 from dmuon_hf.core.lockstep import Channel
@@ -52,7 +53,8 @@ class UnitGrads:
         # Per matrix: whether this rank saw a gradient since gradients were zeroed, and the tensor that this unit put on
         # the owned parameter. Any other object there came from the caller.
         self._seen = [False] * len(params)
-        self._put: list[Tensor | None] = [None] * len(params)
+        # What this class put on `.grad`, which whoever zeroes gradients may free at once.
+        self._put: list[TensorWeakRef | None] = [None] * len(params)
 
     @property
     def state(self) -> GradState:
@@ -70,8 +72,8 @@ class UnitGrads:
 
     def has_grad(self, i: int) -> bool:
         """Whether this rank saw a gradient of matrix ``i`` since gradients were zeroed, or the caller set one."""
-        grad = self._params[i].param.grad
-        return grad is not None and (self._seen[i] or grad is not self._put[i])
+        grad, put = self._params[i].param.grad, self._put[i]
+        return grad is not None and (self._seen[i] or put is None or grad is not put())
 
     @property
     def spans_replicas(self) -> bool:
@@ -227,7 +229,7 @@ class UnitGrads:
             for hook in tuple(hooks.values()):
                 hook(owned)
             # Whatever a hook left there stands for the gradient of this pass.
-            self._put[i] = owned.grad
+            self._put[i] = None if owned.grad is None else TensorWeakRef(owned.grad)
 
     def _add(self, i: int, grad: Tensor | None) -> None:
         """Add a gradient (``None`` off the owner, or for a zero one) to the owned parameter's ``.grad``."""
@@ -236,7 +238,7 @@ class UnitGrads:
         if owned.grad is None:
             local = torch.zeros_like(owned._local_tensor) if grad is None else grad.to(owned.dtype)
             owned.grad = owned.like(local)
-            self._put[i] = owned.grad
+            self._put[i] = TensorWeakRef(owned.grad)
         elif grad is not None:
             assert isinstance(owned.grad, OwnedTensor)
             owned.grad._local_tensor.add_(grad)
