@@ -11,12 +11,14 @@ DEMO_VERSION := 0.1.2
 DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
 DOCS_STAMP := $(STAMP)-docs
 DEMO_OUTPUT ?= outputs/demo
+# Test processes. A file stays in one of them, with what its tests share; each runs up to eight ranks at a time.
+WORKERS ?= 2
 
 .PHONY: help venv test docs sweep launches demo quality format bench gpu-check clean
 
 help:
 	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
-	@echo "make test      run the whole test suite"
+	@echo "make test      run the whole test suite; WORKERS=0 runs it in one process, for a debugger"
 	@echo "make sweep     examine every model class of transformers' Auto mappings and write docs/families.md"
 	@echo "make launches  train over thirty small model families on 2 and 4 CPU processes and compare with one process"
 	@echo "make docs      build the pages of docs/ as a site in outputs/site; every link is checked"
@@ -54,7 +56,7 @@ demo: $(DEMO_STAMP)
 		recipes/finetune_causal_lm.py --output_dir $(DEMO_OUTPUT) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hf.zoo.sweep
