@@ -22,6 +22,7 @@ from dmuon_hf.core.clip import (
     SegmentedGradClipResult,
     clip_grad_norm_,
     clip_grad_norm_buckets_,
+    clip_total_grad_norm_,
     register_muon_grad_clip_strategy,
     try_clip_optimizer_grad_norm_buckets_,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "broadcast_all_updates_async",
     "clip_grad_norm_",
     "clip_grad_norm_buckets_",
+    "clip_total_grad_norm_",
     "collect_forward_unshard_profile",
     "convert_lr",
     "dedicate_params",

@@ -1,7 +1,8 @@
 """Public gradient clipping: the gradients of Muon's matrices, and independent buckets.
 
 Ordinary parameters are clipped with ``torch.nn.utils.clip_grad_norm_``, which over *all* parameters of a model,
-dedicated ones included, gives the true global norm too.
+dedicated ones included, gives the true global norm too, as long as all lie on one mesh; ``clip_total_grad_norm_`` gives
+it over several.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dmuon_hf.core.optim.clip_global import (
     clip_grad_norm_,
     register_muon_grad_clip_strategy,
 )
+from dmuon_hf.core.optim.clip_total import clip_total_grad_norm_
 
 __all__ = [
     "GradClipBucket",
@@ -30,6 +32,7 @@ __all__ = [
     "SegmentedGradClipResult",
     "clip_grad_norm_",
     "clip_grad_norm_buckets_",
+    "clip_total_grad_norm_",
     "register_muon_grad_clip_strategy",
     "try_clip_optimizer_grad_norm_buckets_",
 ]

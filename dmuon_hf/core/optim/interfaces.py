@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dmuon_hf.core.ns.agreement import Call
@@ -174,6 +175,8 @@ class TensorAxis(Protocol):
 class Layout(Protocol):
     """The part of the topology that the optimizer uses."""
 
+    @property
+    def mesh(self) -> DeviceMesh | None: ...
     @property
     def device(self) -> torch.device: ...
     @property

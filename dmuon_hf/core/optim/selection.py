@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.binding import is_dedicated, runtime_with_matrices
@@ -94,12 +96,18 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
                 f"{sorted(beyond)} too, where no matrix has its owner: dedicate nothing, and select all in "
                 "Muon(predicate=...)"
             )
-        return runtime, (OwnedSource(runtime, selection.forced, selection.columns), ShardedSource(chosen))
+        beside = ShardedSource(chosen, mesh=runtime.topology.mesh)
+        return runtime, (OwnedSource(runtime, selection.forced, selection.columns), beside)
     chosen = selection.matrices(model)
     if not chosen:
         raise ConfigurationError(
             "Muon's predicate selected no trainable parameter: without a single matrix this would train with AdamW "
             "alone. Names look like " + ", ".join(list(trainable_parameters(model))[:3])
         )
-    team = join(list(trainable_parameters(model).values()))
-    return Surroundings(model, team), (ShardedSource(chosen),)
+    trainable = list(trainable_parameters(model).values())
+    return Surroundings(model, join(trainable)), (ShardedSource(chosen, mesh=_some_mesh(trainable)),)
+
+
+def _some_mesh(tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    """Any mesh that stands for the ranks that step together; ``None`` in one process."""
+    return next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)

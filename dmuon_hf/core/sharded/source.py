@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.ns.agreement import Call
@@ -49,6 +51,8 @@ class ShardedSource:
         bucket_numel: Most elements that a worker takes in with one bucket. Two buckets are in memory at a time.
         links: Costs of the wire, by which copies of a matrix share the work or not; by default those usual for the
             device.
+        mesh: Of some of the ranks that step together, which all hold what is plain alike; ``None`` if it is this
+            rank's alone.
 
     Raises:
         ConfigurationError: A parameter is neither a matrix nor a stack, or its local tensors do not fit its placements.
@@ -63,7 +67,9 @@ class ShardedSource:
         *,
         bucket_numel: int = BUCKET_NUMEL,
         links: LinkCosts | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
+        self._mesh = mesh
         self.matrices = {matrix.name: matrix for matrix in matrices}
         self.team = join([matrix.param for matrix in matrices])
         mine = [
@@ -165,8 +171,14 @@ class ShardedSource:
         return newton_schulz_calls(self.plan, named, orthogonalize, self.team.device)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Every gradient, as the parameter lies."""
-        return {name: m.param.grad for name, m in self.matrices.items() if m.param.grad is not None}
+        """Every gradient, as the parameter lies; a plain one that others hold too as a DTensor around it."""
+        grads = {name: m.param.grad for name, m in self.matrices.items() if m.param.grad is not None}
+        return {name: self._shared(grad) for name, grad in grads.items()}
+
+    def _shared(self, grad: Tensor) -> Tensor:
+        if self._mesh is None or isinstance(grad, DTensor):
+            return grad
+        return DTensor.from_local(grad, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
 
     def _gradient(self, matrix: ShardedMatrix) -> Tensor:
         """The local gradient; zeros where this rank saw none but another one did, or none was reached."""

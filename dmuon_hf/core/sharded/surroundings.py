@@ -36,6 +36,7 @@ class _Place:
     keeps_whole: bool = False
     replica_distance: int = 1
     tensor: None = None
+    mesh: None = None
 
 
 class Surroundings:
