@@ -72,18 +72,19 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
 
 
 def prepare(world: int, mode: str, *, norm: bool) -> tuple[Net, dmuon.Muon]:
-    """The model on this rank of `world`, in mode `z2`, `z3` or `hsdp`."""
+    """The model on this rank of `world`, in mode `z2`, `z3`, `hsdp`, or `sharded`: by FSDP2 alone."""
     model = make_net(norm=norm)
     if mode == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"])
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
+        if mode != "sharded":
+            dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, dmuon.Muon(model, **HYPER)
+    return model, dmuon.Muon(model, predicate=is_matrix if mode == "sharded" else None, **HYPER)
 
 
 def batch_of(step: int, rows: int) -> torch.Tensor:

@@ -94,6 +94,20 @@ def die_in_backward(model: Net, optimizer: dmuon.Muon, rank: int, world: int) ->
     train_step(model, optimizer, 1, rank, world)
 
 
+def one_pass_more(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    for _ in range(2 if rank == ODD else 1):
+        model(part_of(1, rank, world)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def raise_before_step(model: Net, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    model(part_of(1, rank, world)).backward()
+    if rank == ODD:
+        fail()
+    optimizer.step()
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -108,6 +122,8 @@ FAULTS = {
         swallow_error,
         raise_in_backward,
         die_in_backward,
+        one_pass_more,
+        raise_before_step,
     )
 }
 
@@ -216,6 +232,24 @@ def test_rank_that_is_gone_in_fsdp_is_an_error_on_the_others(fault: str) -> None
     survivor = run_fault(fault, "hsdp", norm=True, world=4)[0]
     assert survivor.exception is not None
     assert "peer" in said(survivor)
+
+
+@pytest.mark.parametrize("fault", ["skip_step", "one_pass_more"])
+def test_rank_that_leaves_the_order_is_named_by_the_step_where_fsdp_alone_shards(fault: str) -> None:
+    outcomes = run_fault(fault, "sharded", norm=True)
+    assert any(raised_lockstep_error(outcome) for outcome in outcomes)
+    for outcome in outcomes:
+        assert "ranks disagree" in said(outcome), outcome.report()
+        assert "rank 0 waits in optimizer agreement (step 1)" in said(outcome), outcome.report()
+        assert "rank 1 waits in FSDP2 all-gather of the root module (step 1)" in said(outcome), outcome.report()
+
+
+@pytest.mark.parametrize("fault", ["raise_before_step", "die_in_backward"])
+def test_rank_that_is_gone_is_an_error_on_the_others_where_fsdp_alone_shards(fault: str) -> None:
+    survivor = run_fault(fault, "sharded", norm=True)[1 - ODD]
+    assert survivor.exception is not None
+    assert "peer" in said(survivor)
+    assert fault == "die_in_backward" or raised_lockstep_error(survivor)
 
 
 def leave_out_a_block(rank: int, world: int, mode: str) -> None:

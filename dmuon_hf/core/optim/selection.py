@@ -105,7 +105,8 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
             "alone. Names look like " + ", ".join(list(trainable_parameters(model))[:3])
         )
     trainable = list(trainable_parameters(model).values())
-    return Surroundings(model, join(trainable)), (ShardedSource(chosen, mesh=_some_mesh(trainable)),)
+    surroundings = Surroundings(model, join(trainable))
+    return surroundings, (ShardedSource(chosen, mesh=_some_mesh(trainable), monitor=surroundings.monitor),)
 
 
 def _some_mesh(tensors: Iterable[Tensor]) -> DeviceMesh | None:

@@ -6,7 +6,7 @@ out one after the other. Sender and receiver derive the order from the plan, so 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,17 @@ class Exchange:
     Args:
         team: Who takes part.
         reused: The ways whose buffers are kept.
+        wait: How the host waits for a work handle on the CPU.
     """
 
-    def __init__(self, team: Team, reused: Collection[Way] = ()) -> None:
+    def __init__(
+        self, team: Team, reused: Collection[Way] = (), *, wait: Callable[[Any], object] | None = None
+    ) -> None:
         self.team = team
         self.scratch = Scratch(team.device, reused)
         self._device = DeviceHandle(team.device)
+        if wait is not None:
+            self._device.host_wait = wait
         self._stream: Any = None
 
     def issue(self, received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int]) -> InFlight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,12 +43,12 @@ class Team:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """A small tensor reduced over the team. Collective."""
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, wait: Callable[[Any], object]) -> Tensor:
+        """A small tensor reduced over the team, waited for with ``wait``. Collective."""
         if self.group is None:
             return values
         result = values.detach().to(self.device, copy=True)
-        dist.all_reduce(result, op=op, group=self.group)
+        wait(dist.all_reduce(result, op=op, group=self.group, async_op=True))
         return result
 
 

@@ -6,8 +6,9 @@ worker for each matrix, updates home to everyone who holds some of it. A matrix 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.lockstep import LockstepMonitor
 from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.interfaces import OnBatch
@@ -53,6 +55,7 @@ class ShardedSource:
             device.
         mesh: Of some of the ranks that step together, which all hold what is plain alike; ``None`` if it is this
             rank's alone.
+        monitor: That of the ranks that step together: it names the ranks where an exchange is waited for in vain.
 
     Raises:
         ConfigurationError: A parameter is neither a matrix nor a stack, or its local tensors do not fit its placements.
@@ -68,6 +71,7 @@ class ShardedSource:
         bucket_numel: int = BUCKET_NUMEL,
         links: LinkCosts | None = None,
         mesh: DeviceMesh | None = None,
+        monitor: LockstepMonitor | None = None,
     ) -> None:
         self._mesh = mesh
         self.matrices = {matrix.name: matrix for matrix in matrices}
@@ -91,7 +95,7 @@ class ShardedSource:
                 "the ranks planned their sharded matrices differently, though they know the same of them"
             )
         self._itinerary = itinerary_of(self.plan, self.team.rank)
-        self._exchange = Exchange(self.team)
+        self._exchange = Exchange(self.team, wait=None if monitor is None else _watched(monitor))
         self._first_flag = _offsets(entry.count for entry in self.plan.entries)
 
     @property
@@ -191,6 +195,14 @@ class ShardedSource:
         for index, entry in enumerate(self.plan.entries):
             if self.team.rank in entry.layout.ranks:
                 yield index, entry, self.matrices[entry.name]
+
+
+def _watched(monitor: LockstepMonitor) -> Callable[[Any], None]:
+    def wait(work: Any) -> None:
+        with monitor.at("exchange of sharded matrices"):
+            monitor.wait(work)
+
+    return wait
 
 
 def _offsets(counts: Iterable[int]) -> list[int]:

@@ -1,6 +1,8 @@
 """What the optimizer asks of the surroundings of a model without dedicated parameters.
 
 Gradients are synchronised by whoever sharded the model, so there are no hooks; what is left is what the ranks agree on.
+The lockstep monitor follows that alone: a rank that does not come to a step, or is gone, is named while the others wait
+in one. Passes of backward are not counted; each one that communicates makes the ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.grid_group import GridGroup
+from dmuon_hf.core.lockstep import Channel, LockstepMonitor
+from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads
 from dmuon_hf.core.runtime.scratch import Way
@@ -50,6 +56,9 @@ class Surroundings:
             slot=(team.ranks.index(team.rank), 0),
             ranks=None if team.group is None else team.ranks,
         )
+        self.monitor = LockstepMonitor()
+        if team.group is not None:
+            self.monitor.start(_topology(team, team.group))
         self.dedicated: Mapping[str, Any] = {}
         self.matrix_units: Sequence[Any] = ()
         self.left_frozen: frozenset[str] = frozenset()
@@ -104,15 +113,18 @@ class Surroundings:
 
     def agree(self, values: Tensor) -> Tensor:
         """:meth:`maximum` once per optimizer step, on the host. Collective."""
-        return self.maximum(values).cpu()
+        with self.monitor.at("optimizer agreement"):
+            agreed = self._all_reduce(values, dist.ReduceOp.MAX, "optimizer agreement").cpu()
+        self.monitor.step += 1
+        return agreed
 
     def maximum(self, values: Tensor) -> Tensor:
         """Elementwise maximum of a small vector over all ranks. Collective."""
-        return self._team.all_reduce(values, dist.ReduceOp.MAX)
+        return self._all_reduce(values, dist.ReduceOp.MAX, "agreement of the ranks")
 
     def reduce_sum(self, values: Tensor) -> Tensor:
         """Elementwise sum of a small vector over all ranks. Collective."""
-        return self._team.all_reduce(values, dist.ReduceOp.SUM)
+        return self._all_reduce(values, dist.ReduceOp.SUM, "sum over the ranks")
 
     def any_rank(self, condition: bool) -> bool:
         """Whether ``condition`` holds on some rank. Collective."""
@@ -120,11 +132,19 @@ class Surroundings:
 
     def exchange(self, value: T) -> list[T]:
         """What each rank passes; small and picklable. Collective."""
-        return self._team.gather(value)
+        what = "exchange of what each rank found"
+        self.monitor.issue(Channel.CONTROL, what)
+        with self.monitor.at(what):
+            return self._team.gather(value)
 
     def from_first(self, value: T) -> T:
         """What the first rank passes, on all. Collective."""
-        return self._team.gather(value)[0]
+        return self.exchange(value)[0]
+
+    def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        self.monitor.issue(Channel.CONTROL, what)
+        with self.monitor.at(what):
+            return self._team.all_reduce(values, op, self.monitor.wait)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -145,3 +165,9 @@ class Surroundings:
 
     def set_forward_prefetch_depth(self, depth: int) -> None:
         """Whoever sharded the model gathers it."""
+
+
+def _topology(team: Team, group: ProcessGroup) -> Topology:
+    """The team as the monitor knows ranks: one row of them."""
+    grid = GridGroup([group], team.ranks)
+    return Topology(team.device, len(team.ranks), 1, grid.rank, 0, None, group, None, grid, grid)
