@@ -62,7 +62,7 @@ sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hf.zoo.sweep
 
 launches: $(STAMP)
-	for config in dmuon_cpu_fsdp2 dmuon_cpu_hsdp; do \
+	for config in dmuon_cpu_fsdp2 dmuon_cpu_hsdp dmuon_cpu_fsdp2_tp; do \
 		OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/$$config.yaml \
 			--main_process_port 0 -m tests.hf.zoo.launches || exit 1; \
 	done

@@ -161,11 +161,21 @@ def is_replicated(state: AcceleratorState) -> bool:
 
 
 def _check_parallelism(state: AcceleratorState) -> None:
-    for dimension in ("tp", "cp", "sp"):
-        if state.parallelism_config is not None and getattr(state.parallelism_config, f"{dimension}_enabled"):
+    config = state.parallelism_config
+    for dimension in ("cp", "sp"):
+        if config is not None and getattr(config, f"{dimension}_enabled"):
             raise NotImplementedError(
-                f"{dimension}_size > 1 is not built yet; use dp_shard_size and dp_replicate_size only"
+                f"{dimension}_size > 1 is not built yet; use dp_shard_size, dp_replicate_size and tp_size only"
             )
+    if config is None or not config.tp_enabled:
+        return
+    if is_replicated(state):
+        raise NotImplementedError(f"tp_size > 1 without FSDP is not built yet; {_USE_FSDP2}, with dp_shard_size > 1")
+    if state.fsdp_plugin.cpu_ram_efficient_loading:
+        raise NotImplementedError(
+            "tp_size > 1 needs the weights on every process, to cut its part out of them: set "
+            "fsdp_cpu_ram_efficient_loading: false"
+        )
 
 
 def _check_alone() -> None:

@@ -241,6 +241,7 @@ def _dedicate(model: nn.Module, options: DMuonOptions) -> tuple[Runtime, bool]:
                 "no effect: leave them out, or leave the dedication to this call"
             )
         return runtime, False
+    launch.parallelize(model)
     found = survey(model, launch.block_classes)
     specs = _specs(found, options)
     adapters_alone = not specs and options.predicate is None and not options.routes

@@ -5,6 +5,7 @@
 | `PartialState.__init__`                 | accelerate >=1.15,<2   | FSDP processes on a machine without accelerators  |
 | `AcceleratorState.__init__`             | accelerate >=1.15,<2   | FSDP2 on CPU is FSDP2, not DDP                    |
 | `Accelerator.prepare`                   | accelerate >=1.15,<2   | launch checks; a second prepare of the same model |
+| `Accelerator._prepare_tp`               | accelerate >=1.15,<2   | what was cut before it got owners stays as it is  |
 | `Accelerator._prepare_fsdp2`            | accelerate >=1.15,<2   | dedicated weights stay out; the optimizer rebinds |
 | `Accelerator.get_state_dict`            | accelerate >=1.15,<2   | finished tensors, tied names                      |
 | `accelerator.load_fsdp_model`           | accelerate >=1.15,<2   | weights that any mode saved                       |
@@ -83,6 +84,7 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("accelerate.state", "PartialState", "__init__", "dmuon_hf.cpu_fsdp:partial_state_init"),
     Hook("accelerate.state", "AcceleratorState", "__init__", "dmuon_hf.cpu_fsdp:accelerator_state_init"),
     Hook("accelerate", "Accelerator", "prepare", "dmuon_hf.prepare:prepare"),
+    Hook("accelerate", "Accelerator", "_prepare_tp", "dmuon_hf.tensor_parallel:prepare_tp"),
     Hook("accelerate", "Accelerator", "_prepare_fsdp2", "dmuon_hf.prepare:prepare_fsdp2"),
     Hook("accelerate", "Accelerator", "get_state_dict", "dmuon_hf.prepare:get_state_dict"),
     Hook("accelerate.accelerator", None, "load_fsdp_model", "dmuon_hf.accelerate_resume:load_fsdp_model"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon_hf.core as dmuon
@@ -15,6 +16,7 @@ from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.survey import Survey
+from dmuon_hf.tensor_parallel import parallelize
 
 __all__ = ["Launch", "current_launch"]
 
@@ -23,20 +25,27 @@ __all__ = ["Launch", "current_launch"]
 class Launch:
     """Where and how to dedicate. The default is one process, where parameters stay whole.
 
-    `replicated`: every rank of `shard_mesh` keeps the whole model, which `DistributedDataParallel` will wrap.
-    `block_classes`: names of classes that the user wants wrapped, None for the model's own blocks. `source_rank`: the
-    data-parallel rank that alone has loaded the weights, or None when all have.
+    `tensor_mesh`: the ranks that share a batch, each with a part of the weights. `replicated`: every rank of
+    `shard_mesh` keeps the whole model, which `DistributedDataParallel` will wrap. `block_classes`: names of classes
+    that the user wants wrapped, None for the model's own blocks. `source_rank`: the data-parallel rank that alone has
+    loaded the weights, or None when all have.
     """
 
     replicated: bool = False
     shard_mesh: DeviceMesh | None = None
     replicate_mesh: DeviceMesh | None = None
+    tensor_mesh: DeviceMesh | None = None
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     block_classes: tuple[str, ...] | None = None
     source_rank: int | None = None
+
+    def parallelize(self, model: nn.Module) -> None:
+        """Cut a whole model along the tensor-parallel axis, where there is one; before it is surveyed. Local."""
+        if self.tensor_mesh is not None:
+            parallelize(model, self.tensor_mesh)
 
     def dedicate(self, found: Survey, specs: Mapping[str, MatrixSpec]) -> None:
         """Give the parameters of a surveyed model named in `specs` (canonical names) their owners.
@@ -94,10 +103,11 @@ def current_launch() -> Launch:
         return Launch(shard_mesh=init_device_mesh(state.device.type, (world,), mesh_dim_names=("dp",)), replicated=True)
     plugin = state.fsdp_plugin
     policy = plugin.mixed_precision_policy
-    shard_mesh, replicate_mesh = _meshes(state)
+    shard_mesh, replicate_mesh, tensor_mesh = _meshes(state)
     return Launch(
         shard_mesh=shard_mesh,
         replicate_mesh=replicate_mesh,
+        tensor_mesh=tensor_mesh,
         compute_dtype=None if policy is None else policy.param_dtype,
         # Without one of its own FSDP2 reduces gradients as they are, in the dtype of the computation.
         reduce_dtype=None if policy is None else policy.reduce_dtype or policy.param_dtype,
@@ -111,12 +121,15 @@ def current_launch() -> Launch:
     )
 
 
-def _meshes(state: Any) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The shard and the replicate mesh of accelerate's FSDP2; without a parallelism config, all ranks shard."""
-    mesh = state.device_mesh
+def _meshes(state: Any) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
+    """Shard, replicate and tensor-parallel mesh of accelerate; without a parallelism config, all ranks shard."""
+    mesh, config = state.device_mesh, state.parallelism_config
     if mesh is None:
         world = torch.distributed.get_world_size()
-        return init_device_mesh(state.device.type, (world,), mesh_dim_names=("dp_shard_cp",)), None
-    replicated = state.parallelism_config.dp_replicate_enabled
+        return init_device_mesh(state.device.type, (world,), mesh_dim_names=("dp_shard_cp",)), None, None
     # Under the name that accelerate shards by, so that owned tensors and FSDP2's are on one mesh.
-    return mesh["dp_shard_cp"], mesh["dp_replicate"] if replicated else None
+    return (
+        mesh["dp_shard_cp"],
+        mesh["dp_replicate"] if config.dp_replicate_enabled else None,
+        mesh["tp"] if config.tp_enabled else None,
+    )

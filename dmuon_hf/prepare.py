@@ -196,7 +196,8 @@ def _check_dedicated(accelerator: Any, model: nn.Module) -> None:
         raise ConfigurationError(_BUILT_ALONE)
     config = accelerator.parallelism_config
     replicas = 1 if config is None else config.dp_replicate_size
-    wanted = (accelerator.num_processes // replicas, replicas)
+    axis = 1 if config is None else config.tp_size
+    wanted = (accelerator.num_processes // replicas // axis, replicas)
     found = (runtime.topology.shard_size, runtime.topology.replicate_size)
     if found != wanted:
         raise ConfigurationError(

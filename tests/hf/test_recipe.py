@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -208,15 +209,19 @@ def test_model_sharded_while_loading_goes_on_from_its_checkpoint(tmp_path: Path)
 def test_config_asks_for_fsdp2_on_a_mesh_of_all_processes(config: Path) -> None:
     settings = yaml.safe_load(config.read_text())
     mesh = settings["parallelism_config"]
-    size = mesh["parallelism_config_dp_replicate_size"] * mesh["parallelism_config_dp_shard_size"]
+    sizes = (mesh[f"parallelism_config_{dimension}_size"] for dimension in ("dp_replicate", "dp_shard", "tp", "cp"))
     assert settings["distributed_type"] == "FSDP"
     assert settings["fsdp_config"]["fsdp_version"] == 2
-    assert settings["num_processes"] == size
+    assert settings["num_processes"] == math.prod(sizes)
     assert settings["use_cpu"] is ("cpu" in config.stem)
 
 
-def test_four_configs_are_shipped() -> None:
-    assert [config.stem for config in CONFIGS] == ["dmuon_cpu_fsdp2", "dmuon_cpu_hsdp", "dmuon_fsdp2", "dmuon_hsdp"]
+def test_every_config_is_shipped_for_gpus_and_for_cpus() -> None:
+    modes = ("fsdp2", "fsdp2_tp", "hsdp")
+    assert [config.stem for config in CONFIGS] == [
+        *(f"dmuon_cpu_{mode}" for mode in modes),
+        *(f"dmuon_{mode}" for mode in modes),
+    ]
 
 
 @pytest.mark.parametrize(

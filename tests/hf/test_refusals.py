@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig, TorchDynamoPlugin
 from torch import nn
@@ -29,7 +28,7 @@ def _prepare(rank: int, world: int, make: str) -> None:
 
 _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     "env": Accelerator,
-    "tp": lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)),
+    "cp": lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2)),
     "compile": lambda: Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")),
 }
 
@@ -40,7 +39,7 @@ _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
         (2, "env", {}, "runs each of them alone"),
         (2, "env", fsdp_env(2, FSDP_VERSION="1", FSDP_RESHARD_AFTER_FORWARD="FULL_SHARD", mesh=False), "FSDP1"),
         (2, "env", fsdp_env(2, FSDP_OFFLOAD_PARAMS="true"), "CPU offload is not built"),
-        (4, "tp", fsdp_env(4, mesh=False), "tp_size > 1 is not built"),
+        (4, "cp", fsdp_env(4, mesh=False), "cp_size > 1 is not built"),
         (2, "compile", fsdp_env(2), "max-autotune-no-cudagraphs"),
     ],
 )
@@ -117,19 +116,6 @@ def test_unknown_sharding_by_transformers_is_refused(settings: dict[str, Any], m
 def test_wrapped_model_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="DataParallel wrapper"):
         create_optimizer(nn.DataParallel(tiny_llama()), lr=1e-3)
-
-
-def _encoder_decoder(rank: int, world: int) -> None:
-    as_launched()
-    Accelerator()
-    config = tf.T5Config(d_model=64, d_ff=96, num_layers=1, num_heads=4, d_kv=16, vocab_size=128)
-    create_optimizer(tf.T5ForConditionalGeneration(config), lr=1e-3)
-
-
-def test_embedding_shared_by_encoder_and_decoder_is_refused_under_fsdp2() -> None:
-    outcomes = run_ranks(_encoder_decoder, 2, init=False, env=fsdp_env(2), expect_failure=True, linger=10)
-    for outcome in outcomes:
-        assert re.search("encoder.embed_tokens.weight.*not built yet", error_of(outcome))
 
 
 def _sharded_before(rank: int, world: int) -> None:

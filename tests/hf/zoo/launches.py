@@ -47,7 +47,9 @@ def _train(family: Family, accelerator: Accelerator) -> dict[str, Tensor]:
     model: Any = family.build()
     optimizer: Any = dmuon_hf.create_optimizer(model, lr=LR, weight_decay=DECAY, eps=EPS)
     model, optimizer = accelerator.prepare(model, optimizer)
-    rank, rows = accelerator.process_index, BATCH // accelerator.num_processes
+    # The ranks of one tensor-parallel group get the same part of a batch.
+    axis = _parts(accelerator)
+    rank, rows = accelerator.process_index // axis, BATCH * axis // accelerator.num_processes
     for step in range(STEPS):
         batch = {key: value[rank * rows : (rank + 1) * rows] for key, value in family.batch(step).items()}
         accelerator.backward(model(**batch).loss)
@@ -56,6 +58,10 @@ def _train(family: Family, accelerator: Accelerator) -> dict[str, Tensor]:
     weights = full_weights(accelerator.unwrap_model(model))
     accelerator.free_memory()
     return weights
+
+
+def _parts(accelerator: Accelerator) -> int:
+    return accelerator.parallelism_config.tp_size if accelerator.parallelism_config else 1
 
 
 def _train_alone(family: Family) -> dict[str, Tensor]:
@@ -105,10 +111,11 @@ def main() -> int:
     tf.logging.set_verbosity_error()
     logging.getLogger("dmuon_hf").setLevel(logging.ERROR)
     accelerator = Accelerator()
-    found = differences(FAMILIES, accelerator)
+    chosen = [name for name in FAMILIES if _parts(accelerator) == 1 or FAMILIES[name].build().supports_tp_plan]
+    found = differences(chosen, accelerator)
     if accelerator.is_main_process:
         launch = f"{accelerator.distributed_type.value} on {accelerator.num_processes} processes"
-        sys.stdout.write(f"{launch}: {len(FAMILIES) - len(found)} of {len(FAMILIES)} families train as one process\n")
+        sys.stdout.write(f"{launch}: {len(chosen) - len(found)} of {len(chosen)} families train as one process\n")
         for name, where in found.items():
             sys.stdout.write(f"{name}: {where}\n")
     accelerator.end_training()
