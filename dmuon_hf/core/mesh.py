@@ -71,6 +71,11 @@ class Topology:
     keeps_whole: bool = False
     """Whether every rank keeps whole weights, so that owners share out nothing but the updates."""
 
+    @classmethod
+    def of_ranks(cls, grid: GridGroup, device: torch.device) -> Topology:
+        """One of ranks that only agree with each other; nothing is owned on it."""
+        return cls(device, grid.size, 1, grid.rank, 0, None, None, None, grid, grid)
+
     @property
     def size(self) -> int:
         """Data-parallel ranks."""

@@ -128,6 +128,9 @@ class LockstepMonitor:
         self._scopes = [channel.name.lower() for channel in Channel]
         self._topology: Topology | None = None
         self._watch: LockstepWatch | None = None
+        # Of the same process: one of more ranks, and one of fewer.
+        self._outer: weakref.ref[LockstepMonitor] | None = None
+        self._inner: weakref.ref[LockstepMonitor] | None = None
 
     def start(self, topology: Topology) -> None:
         """Begin to watch. Every data-parallel rank calls it, in the order in which models are dedicated.
@@ -151,6 +154,22 @@ class LockstepMonitor:
                 self._scopes[channel] += f" of tensor-parallel rank {topology.tensor.rank}"
         self._watch = LockstepWatch.start(self, topology)
         _started.append(weakref.ref(self))
+
+    def follow(self, outer: LockstepMonitor) -> None:
+        """End waits here by what ``outer``, of more ranks, proves, which sees these waits as its own."""
+        self._outer, outer._inner = weakref.ref(outer), weakref.ref(self)
+
+    @property
+    def stands_in(self) -> str:
+        """What the host waits for, in a collective noted here or by a monitor of fewer ranks."""
+        inner = self._inner and self._inner()
+        return self.waiting_for or (inner.waiting_for if inner else "")
+
+    @property
+    def activity(self) -> int:
+        """Changes with :attr:`events`, also of a monitor of fewer ranks."""
+        inner = self._inner and self._inner()
+        return self.events + (inner.events if inner else 0)
 
     def covers(self, mesh: DeviceMesh) -> bool:
         """Whether owned tensors of this runtime lie on ``mesh``; not before :meth:`start` nor with one rank."""
@@ -217,8 +236,10 @@ class LockstepMonitor:
 
     def check(self) -> None:
         """Raise if the ranks are known to have diverged."""
-        if self.verdict is not None:
-            raise LockstepError(self.verdict)
+        outer = self._outer and self._outer()
+        verdict = self.verdict or (outer.verdict if outer else None)
+        if verdict is not None:
+            raise LockstepError(verdict)
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[Any]:

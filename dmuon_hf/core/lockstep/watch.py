@@ -283,9 +283,9 @@ class LockstepWatch:
         may issue some of their own meanwhile.
         """
         now = time.monotonic()
-        events = monitor.events
-        sample = None if monitor.waiting_for else _sample(monitor.thread)
-        counts = {} if monitor.waiting_for else _counts(sample.groups if sample and sample.operation else None)
+        events, waits = monitor.activity, bool(monitor.stands_in)
+        sample = None if waits else _sample(monitor.thread)
+        counts = {} if waits else _counts(sample.groups if sample and sample.operation else None)
         same = events == self._events and counts == self._seen and _unmoved(sample, self._sample)
         if events != self._events:
             self._quiet_since = now
@@ -296,8 +296,8 @@ class LockstepWatch:
 
     def _waiting_for(self, monitor: LockstepMonitor) -> tuple[str, bool] | None:
         """What collective this rank stands in and whether it is the runtime's own; ``None`` if it is busy."""
-        if monitor.waiting_for:
-            return monitor.waiting_for, True
+        if monitor.stands_in:
+            return monitor.stands_in, True
         sample = self._sample
         if sample is None:
             return None
@@ -372,7 +372,7 @@ class LockstepWatch:
             raised=raised,
             issued={**_counts(), **monitor.counts()},
             stands_on=tuple(_counts(self._sample.groups)) if self._sample is not None and not own else (),
-            beyond=state == "waits" and not own and self._may_wait_beyond(),
+            beyond=state == "waits" and (not monitor.waiting_for if own else self._may_wait_beyond()),
             hosts_store=self._hosts_store,
             record=monitor.record(),
             trail=self._sample.trail if self._sample is not None else (),

@@ -20,7 +20,8 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, muon_optimizer
 from dmuon_hf.core.optim.gradients import copies_of, local_tensor, share_of
 from dmuon_hf.core.optim.norms import clip_coefficient, root_of_power, scale_, weighted_norm_power
-from dmuon_hf.core.runtime.collectives import uses_nccl
+from dmuon_hf.core.optim.stages import AgreementGroup, sum_over_stages
+from dmuon_hf.core.runtime.collectives import device_of_group
 
 __all__ = [
     "GradClipBucket",
@@ -91,6 +92,7 @@ def clip_grad_norm_buckets_(
     *,
     process_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
+    agreement_group: AgreementGroup | None = None,
 ) -> SegmentedGradClipResult:
     """Clip each bucket to 2-norm ``max_norm`` by itself: one norm and one coefficient on all ranks.
 
@@ -112,6 +114,8 @@ def clip_grad_norm_buckets_(
             the data-parallel group where there is no other parallelism; under pipeline parallelism pass the group of
             the stage. Without a process group this process holds everything.
         chunk_size: Most tensors in one multi-tensor call; ``None`` for all.
+        agreement_group: Joins the stages of a pipeline, as for ``Muon``: each norm is then that over all stages, which
+            have buckets of the same names.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -124,6 +128,7 @@ def clip_grad_norm_buckets_(
     powers = _powers(parts, _device(parts, process_group), chunk_size)
     if process_group is not None:
         dist.all_reduce(powers, group=process_group)
+        powers = sum_over_stages(powers, agreement_group, ranks or ())
     return _clip(buckets, parts, powers, max_norm, chunk_size)
 
 
@@ -140,7 +145,8 @@ def try_clip_optimizer_grad_norm_buckets_(
 
     The muon segment is the matrices of ``optimizer``, its norm always taken over all data-parallel ranks, and its
     statistics become ``optimizer.last_muon_grad_clip_stats``. ``process_group`` is that of the other two, by default
-    the data-parallel ranks of the model; what counts is as in :func:`clip_grad_norm_buckets_`. The documented ``None``,
+    the data-parallel ranks of the model; with ``Muon(agreement_group=...)`` all norms are those over all stages. What
+    counts is as in :func:`clip_grad_norm_buckets_`. The documented ``None``,
     for an install that cannot clip this way, is never returned: torch's multi-tensor kernels are always there.
     """
     muon = muon_optimizer(optimizer)
@@ -156,11 +162,12 @@ def try_clip_optimizer_grad_norm_buckets_(
     parts = [_parts(bucket, ranks) for bucket in buckets]
     powers = _powers(parts, runtime.topology.device, None)
     count = powers.new_full((1,), sum(share_of(grad, runtime.topology.ranks) for grad in buckets[_MUON].grads))
-    *reduced, matrices = runtime.reduce_sum(torch.cat([powers, count])).unbind()
+    reduced = runtime.reduce_sum(torch.cat([powers, count]))
     if process_group is not None:
         dist.all_reduce(powers, group=process_group)
-        reduced = [powers[0], reduced[_MUON], powers[2]]
-    result = _clip(buckets, parts, torch.stack(reduced), max_norm, None)
+        reduced = torch.stack([powers[0], reduced[_MUON], powers[2], reduced[-1]])
+    *reduced_powers, matrices = muon.stages.add_up(reduced).unbind()
+    result = _clip(buckets, parts, torch.stack(reduced_powers), max_norm, None)
     segment = result.bucket_stats[_MUON]
     muon.last_muon_grad_clip_stats = MuonGradClipStats(
         total_norm=segment.total_norm,
@@ -195,10 +202,7 @@ def _device(parts: Sequence[Sequence[_Part]], process_group: ProcessGroup | None
     """Where norms are combined: where the group communicates, the same on all its ranks, else with the gradients."""
     if process_group is None:
         return next((part.local.device for each in parts for part in each), torch.device("cpu"))
-    cuda = torch.device("cuda")
-    if cuda in process_group._device_types and uses_nccl(process_group, cuda):
-        return cuda
-    return torch.device("cpu")
+    return device_of_group(process_group)
 
 
 def _powers(parts: Sequence[Sequence[_Part]], device: torch.device, chunk_size: int | None) -> Tensor:

@@ -14,6 +14,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.gradients import copies_of, local_tensor, share_of
 from dmuon_hf.core.optim.interfaces import OptimizerRuntime
 from dmuon_hf.core.optim.norms import clip_coefficient, root_of_power, scale_, weighted_norm_power
+from dmuon_hf.core.optim.stages import Stages
 
 __all__ = [
     "MuonGradClipRequest",
@@ -63,8 +64,8 @@ class MuonGradClipRequest:
         norm_type: As given by the caller.
         foreach: As given by the caller; ``False`` asks for one tensor at a time.
         device: Where the reductions want their argument.
-        reduce_sum: Sum of a small tensor over all data-parallel ranks; a collective.
-        reduce_max: Maximum of a small fp32 tensor over all data-parallel ranks; a collective.
+        reduce_sum: Sum of a small tensor over all ranks that step together; a collective.
+        reduce_max: Maximum of a small fp32 tensor over all ranks that step together; a collective.
         count: This rank's share of the number of matrices with a gradient.
     """
 
@@ -90,6 +91,8 @@ class _MuonOptimizer(Protocol):
 
     @property
     def runtime(self) -> OptimizerRuntime: ...
+    @property
+    def stages(self) -> Stages: ...
     def matrix_gradients(self) -> dict[str, Tensor]: ...
 
 
@@ -151,6 +154,7 @@ def clip_grad_norm_(
 ) -> MuonGradClipStats:
     """Clip the gradients of the matrices of ``Muon``, and only those, by their global norm. Collective over all ranks.
 
+    With ``Muon(agreement_group=...)`` the norm, and the collective, are those of all stages of a pipeline.
     Newton-Schulz fixes the size of the update, so this guards the momentum against outliers; it sets no learning rate.
 
     Args:
@@ -188,8 +192,8 @@ def clip_grad_norm_(
             norm_type=float(norm_type),
             foreach=foreach,
             device=runtime.topology.device,
-            reduce_sum=runtime.reduce_sum,
-            reduce_max=runtime.maximum,
+            reduce_sum=muon.stages.reduce_sum,
+            reduce_max=muon.stages.maximum,
         )
     )
     muon.last_muon_grad_clip_stats = stats

@@ -1,7 +1,8 @@
 """What the optimizer asks of the runtime: the whole of it, so that the two can be read and tested apart.
 
 ``binding.py`` finds the runtime of a model. Beside it only ``state.py``, which knows the layouts that state can have,
-and ``clip_buckets.py``, which asks what a group communicates with, import from the runtime. The protocols:
+and ``clip_buckets.py`` and ``stages.py``, which ask what a group communicates with, import from the runtime. The
+protocols:
 
 - `MatrixSource`: parameters on the muon route, whatever form they have; the only thing that `Muon` steps.
 - `DedicatedMatrix`: a matrix, who computes its update, and how to say that it changed.
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from dmuon_hf.core.lockstep import LockstepMonitor
 from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
 from dmuon_hf.core.plan import MatrixSpec
@@ -229,3 +231,5 @@ class OptimizerRuntime(Protocol):
     def prefetch_sharded(self) -> None: ...
     def separate_row_stream(self, separate: bool) -> None: ...
     def fence(self) -> None: ...
+    def watch_also(self, monitor: LockstepMonitor) -> None:
+        """Let waits of this runtime end when ``monitor``, of more ranks, proves that they are in vain."""

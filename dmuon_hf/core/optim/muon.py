@@ -26,6 +26,7 @@ from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
 from dmuon_hf.core.optim.schedules import schedule_defaults, take_cycled_momentum
 from dmuon_hf.core.optim.selection import Selection
+from dmuon_hf.core.optim.stages import AgreementGroup, Stages
 from dmuon_hf.core.optim.state import PARAM_NAMES, check_loadable, follow_parameters, restore_state
 from dmuon_hf.core.optim.step import local_grads, muon_rules, step_adamw
 from dmuon_hf.core.optim.verdict import agree_on_step
@@ -107,6 +108,9 @@ class Muon(Optimizer):
             ``(count, out, in)``.
         matrix_spec_fn: ``(name, param) -> MatrixSpec | None``: how those decompose into logical matrices, in a stack
             each member; ``None`` is one whole matrix.
+        agreement_group: Process group or mesh that joins the stages of a pipeline: a step is then skipped on all of
+            them, and clipped by the norm over all. The pipeline dimension of a mesh will do, or the whole mesh. Every
+            rank of it builds a ``Muon`` with it. By default each stage, as any model, decides with its own ranks.
 
     Raises:
         ConfigurationError: No dedicated matrix, an argument out of range, or ``param_groups`` that do not fit the
@@ -147,6 +151,7 @@ class Muon(Optimizer):
         defer_state: bool = False,
         predicate: Predicate | None = None,
         matrix_spec_fn: MatrixSpecFn | None = None,
+        agreement_group: AgreementGroup | None = None,
     ) -> None:
         defaults = Defaults(
             muon={
@@ -170,6 +175,8 @@ class Muon(Optimizer):
             require_gram(self._orthogonalize)
         if isinstance(self._orthogonalize, NewtonSchulz):
             require_same_on_all_ranks(self._orthogonalize, self._bound.ranks)
+        self.stages = Stages(agreement_group, self.runtime)
+        """Agreement with the ranks of ``agreement_group``."""
         self._replicate_async = replicate_async
         self._forward_prefetch_depth = forward_prefetch_depth
         if post_step_prefetch_groups < 0:
@@ -230,6 +237,7 @@ class Muon(Optimizer):
         by_name, on_muon = bound.trainable()
         check_rebindable(self.param_groups, self._names, by_name, on_muon)
         self._bound = bound
+        self.stages.follow(bound.runtime)
         self._binding = bound.binding(self._waiting)
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"] = [by_name[name] for name in names]
@@ -323,6 +331,7 @@ class Muon(Optimizer):
         with torch.profiler.record_function("dmuon::agreement"), self._profile.phase("agreement"):
             verdict = agree_on_step(
                 runtime,
+                self.stages,
                 [bound.managed.flags(), *(source.flags() for source in bound.sources)],
                 local_grads(self.param_groups),
                 findings,
@@ -423,6 +432,20 @@ class Muon(Optimizer):
         A DTensor lies on other ranks too; a plain one is this rank's alone.
         """
         return {name: grad for source in self.sources for name, grad in source.gradients().items()}
+
+    def norm_over_stages(self, norm: Tensor, norm_type: float = 2.0) -> Tensor:
+        """The norm over all stages of ``agreement_group``, from that over this one. Collective over the group.
+
+        For torch's own clipping, of every parameter::
+
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, optimizer.norm_over_stages(norm))
+
+        Args:
+            norm: Of some gradients of the model, equal on all its ranks; a DTensor too, as torch gives it.
+            norm_type: ``p`` of the norm, or infinity.
+        """
+        return self.stages.norm(norm, norm_type)
 
     def clip_grad_norm_(
         self,

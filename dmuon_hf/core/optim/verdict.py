@@ -23,6 +23,7 @@ from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.optim.binding import Findings
 from dmuon_hf.core.optim.gradients import check_and_unscale_
 from dmuon_hf.core.optim.interfaces import OptimizerRuntime
+from dmuon_hf.core.optim.stages import Stages
 
 __all__ = ["StepVerdict", "agree_on_step"]
 
@@ -40,6 +41,7 @@ class StepVerdict:
 
 def agree_on_step(
     runtime: OptimizerRuntime,
+    stages: Stages,
     flags: Sequence[Tensor],
     grads: Sequence[Tensor],
     findings: Findings,
@@ -49,10 +51,11 @@ def agree_on_step(
 ) -> StepVerdict:
     """Unscale the gradients and agree with all data-parallel ranks on this step.
 
-    Collective; one device synchronisation.
+    Collective; one device synchronisation, and another one where other stages have to agree.
 
     Args:
         runtime: Runtime of the model, its gradients prepared.
+        stages: Whoever has to agree beyond its ranks.
         flags: Those of every source.
         grads: Every gradient this rank holds, local tensors.
         findings: What this rank found out about its model.
@@ -60,7 +63,8 @@ def agree_on_step(
         found_inf: What a gradient scaler found on this rank, or ``None`` without one.
 
     Raises:
-        LockstepError: The ranks have run different numbers of backward passes.
+        LockstepError: The ranks have run different numbers of backward passes, or another stage refuses the step.
+        ConfigurationError: The loss scales of the stages differ.
     """
     device = runtime.topology.device
     count = runtime.backward_count
@@ -76,6 +80,8 @@ def agree_on_step(
     nonfinite, most, least_negated, problem, *agreed = runtime.agree(values).tolist()
     digests, agreed = agreed[: len(model) - 1], agreed[len(model) - 1 :]
     sound = problem == 0.0 and all(high == -low for high, low in zip(digests[:2], digests[2:], strict=True))
+    refused = not sound or most != -least_negated
+    finite = not stages.agree(nonfinite != 0.0, refused, grad_scale)
     if sound and most != -least_negated:
         raise LockstepError(
             f"step() found between {-least_negated:.0f} and {most:.0f} backward passes since zero_grad() on the ranks, "
@@ -86,4 +92,4 @@ def agree_on_step(
     reached = tuple(
         tuple(flag != 0.0 for flag in agreed[end - len(part) : end]) for part, end in zip(flags, ends, strict=True)
     )
-    return StepVerdict(finite=nonfinite == 0.0, sound=sound, reached=reached)
+    return StepVerdict(finite=finite, sound=sound, reached=reached)

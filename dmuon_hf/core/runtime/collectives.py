@@ -21,6 +21,7 @@ __all__ = [
     "exchange_to_owners",
     "issue_on",
     "reduce_segments_to_owners",
+    "device_of_group",
     "uses_nccl",
 ]
 
@@ -89,6 +90,12 @@ def uses_nccl(group: ProcessGroup, device: torch.device) -> bool:
     ``get_backend`` answers ``"undefined"`` for ``init_process_group()`` and ``"cuda:nccl,cpu:gloo"`` for that string.
     """
     return str(group._get_backend(device).name()) == "nccl"
+
+
+def device_of_group(group: ProcessGroup) -> torch.device:
+    """Where small tensors are reduced over ``group``: on the accelerator with NCCL, else on the host."""
+    cuda = torch.device("cuda")
+    return cuda if cuda in group._device_types and uses_nccl(group, cuda) else torch.device("cpu")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
-from dmuon_hf.core.lockstep import Channel
+from dmuon_hf.core.lockstep import Channel, LockstepMonitor
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import MatrixSpec, Plan
 from dmuon_hf.core.runtime.comm_context import DedicatedCommContext
@@ -310,6 +310,10 @@ class Runtime:
         self.finish_publish()
         if self.topology.owns_groups:
             self._all_reduce(torch.zeros(1), dist.ReduceOp.MAX, "fence after the step").cpu()
+
+    def watch_also(self, monitor: LockstepMonitor) -> None:
+        """Let waits here end when ``monitor``, of more ranks, proves that they are in vain."""
+        self.context.monitor.follow(monitor)
 
     @property
     def matrix_units(self) -> list[OwnedUnit]:

@@ -163,11 +163,14 @@ class Surroundings:
     def fence(self) -> None:
         """The ranks have no process group of this package's own."""
 
+    def watch_also(self, monitor: LockstepMonitor) -> None:
+        """Let waits here end when ``monitor``, of more ranks, proves that they are in vain."""
+        self.monitor.follow(monitor)
+
     def set_forward_prefetch_depth(self, depth: int) -> None:
         """Whoever sharded the model gathers it."""
 
 
 def _topology(team: Team, group: ProcessGroup) -> Topology:
     """The team as the monitor knows ranks: one row of them."""
-    grid = GridGroup([group], team.ranks)
-    return Topology(team.device, len(team.ranks), 1, grid.rank, 0, None, group, None, grid, grid)
+    return Topology.of_ranks(GridGroup([group], team.ranks), team.device)
