@@ -62,9 +62,9 @@ class Run:
         return 2 if self.schedule == "interleaved" else 1
 
 
-def whole_model() -> Stage:
+def whole_model(seed: int = 0) -> Stage:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         layers = {str(i): UnevenBlock() for i in range(LAYERS)}
         return Stage(layers, nn.Linear(WIDTH, 3, bias=False))
 

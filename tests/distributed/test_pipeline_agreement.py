@@ -9,7 +9,6 @@ import torch
 
 import dmuon_hf.core as dmuon
 from tests.distributed.pipeline_setup import (
-    HYPER,
     STAGES,
     Run,
     batch_of,
@@ -25,7 +24,6 @@ from tests.distributed.pipeline_setup import (
     wrap,
 )
 from tests.harness import run_ranks
-from tests.harness.reference import ReferenceOptimizer
 
 
 def _group(mesh, which):
@@ -90,18 +88,14 @@ def _local_pass(model, bad=False):
 )
 def test_clipping_takes_the_norm_over_all_stages(mode, which, how):
     model = whole_model()
-    reference = ReferenceOptimizer(model, is_matrix, **HYPER)
     inputs, targets = batch_of(0)
     loss_fn(model(inputs), targets).backward()
-    matrices = [param for name, param in model.named_parameters() if is_matrix(name, param)]
-    clipped = list(model.parameters()) if how == "torch" else matrices
-    norm = float(torch.nn.utils.clip_grad_norm_(clipped, 0.01))
-    reference.step()
-    expected = {name: param.detach() for name, param in model.named_parameters()}
-    for found, weights in run_ranks(_clipped, 4, mode, which, how):
+    clipped = {name: param for name, param in model.named_parameters() if how == "torch" or is_matrix(name, param)}
+    norm = float(torch.nn.utils.clip_grad_norm_(clipped.values(), 0.01))
+    for found, grads in run_ranks(_clipped, 4, mode, which, how):
         assert found == pytest.approx(norm, rel=1e-5)
-        for name, weight in weights.items():
-            assert float((weight - expected[name]).norm() / expected[name].norm()) < 2e-4, name
+        for name in grads.keys() & clipped.keys():
+            torch.testing.assert_close(grads[name], clipped[name].grad, rtol=1e-3, atol=1e-8)
 
 
 def _clipped(rank, world, mode, which, how):
@@ -128,8 +122,7 @@ def _clipped(rank, world, mode, which, how):
         )
         assert float(again.total_norm) == pytest.approx(0.01, rel=1e-3)
         norm = result.bucket_stats[1].total_norm
-    optimizer.step()
-    return float(norm), {name: whole(param) for name, param in model.named_parameters()}
+    return float(norm), {name: whole(param.grad) for name, param in model.named_parameters()}
 
 
 def test_largest_gradient_is_that_of_all_stages():

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dmuon_hf.core as dmuon
+from dmuon_hf.core.covering import ranks_of
 from dmuon_hf.core.process_groups import clone_group
-from dmuon_hf.core.sharded import ranks_of
 from tests.distributed.pipeline_setup import is_matrix, pipeline_mesh, stages_of, whole_model, wrap
 from tests.harness import run_ranks
 from tests.harness.fake import fake_world

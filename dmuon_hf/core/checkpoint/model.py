@@ -44,7 +44,7 @@ def get_model_state_dict(
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = begin(model, "get_model_state_dict", timeout)
-    keep = not rank0_only or is_first(runtime)
+    keep = not rank0_only or is_first(runtime, model)
     result: dict[str, Any] = {}
     gathered: dict[int, Tensor | None] = {}
     for name, value in _model_state(model, runtime).items():
@@ -84,7 +84,7 @@ def set_model_state_dict(
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = begin(model, "set_model_state_dict", timeout)
-    group = group_of(runtime)
+    group = group_of(runtime, model)
     targets = _model_state(model, runtime)
     if only is not None:
         targets = {name: target for name, target in targets.items() if name in only}

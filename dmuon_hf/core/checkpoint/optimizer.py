@@ -54,7 +54,7 @@ def get_optimizer_state_dict(
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = begin(model, "get_optimizer_state_dict", timeout)
-    keep = not rank0_only or is_first(runtime)
+    keep = not rank0_only or is_first(runtime, model)
     result: dict[str, Any] = {section: {} for section in SECTIONS}
     for (section, name, key), value in _values(_optimizer_state(model, optimizer, runtime)).items():
         if isinstance(value, Tensor):
@@ -93,7 +93,7 @@ def set_optimizer_state_dict(
         LockstepError: a rank did not call this in time, or waits for another collective.
     """
     runtime = begin(model, "set_optimizer_state_dict", timeout)
-    group = group_of(runtime)
+    group = group_of(runtime, model)
     holders = _optimizer_state(model, optimizer, runtime)
     targets = _values(holders)
     filled = any(state_dict.get(key) for key in (*SECTIONS, "param_groups"))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.covering import grid_of
 from dmuon_hf.core.grid_group import GridGroup, world_group
 from dmuon_hf.core.lockstep import meet
 from dmuon_hf.core.runtime.integrity import raise_together
@@ -22,21 +23,21 @@ __all__ = ["begin", "device_of", "group_of", "is_first", "whole_of", "write_whol
 def begin(model: nn.Module, what: str, timeout: timedelta | None) -> Runtime | None:
     """Meet the other ranks, refuse an edited model on all of them, and drain what is in flight."""
     runtime = runtime_of(model)
-    meet(what, group_of(runtime), monitor=None if runtime is None else runtime.context.monitor, timeout=timeout)
+    meet(what, group_of(runtime, model), monitor=None if runtime is None else runtime.context.monitor, timeout=timeout)
     if runtime is not None:
         raise_together(runtime, runtime.misplaced(model))
         runtime.finish_publish()
     return runtime
 
 
-def group_of(runtime: Runtime | None) -> GridGroup | None:
-    """The ranks that hold the model: those of its grid, or all; ``None`` in one process without a process group."""
+def group_of(runtime: Runtime | None, model: nn.Module) -> GridGroup | None:
+    """The ranks that hold the model: those of its grid, those of its meshes, or all; ``None`` in a single process."""
     grid = None if runtime is None else runtime.topology.grid
-    return world_group() if grid is None else grid
+    return grid or grid_of(list(model.parameters())) or world_group()
 
 
-def is_first(runtime: Runtime | None) -> bool:
-    group = group_of(runtime)
+def is_first(runtime: Runtime | None, model: nn.Module) -> bool:
+    group = group_of(runtime, model)
     return group is None or group.rank == 0
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.covering import ranks_of
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.binding import is_dedicated, runtime_with_matrices
 from dmuon_hf.core.optim.columns import ColumnPolicy
@@ -17,7 +18,7 @@ from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.owned import OwnedSource
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 from dmuon_hf.core.selection import MatrixSpecFn, Predicate
-from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource, Surroundings, join, ranks_of
+from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource, Surroundings, join
 
 __all__ = ["Selection", "names_of", "sources_of"]
 

@@ -8,7 +8,7 @@ and ``step`` are one optimizer step; ``source`` is what the optimizer holds. Lat
 from __future__ import annotations
 
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, Task, make_sharded_plan
-from dmuon_hf.core.sharded.ranks import Team, join, ranks_of
+from dmuon_hf.core.sharded.ranks import Team, join
 from dmuon_hf.core.sharded.source import ShardedMatrix, ShardedSource
 from dmuon_hf.core.sharded.surroundings import Surroundings
 
@@ -22,5 +22,4 @@ __all__ = [
     "Team",
     "join",
     "make_sharded_plan",
-    "ranks_of",
 ]

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from dmuon_hf.core.covering import cover_of, meshes_of
 from dmuon_hf.core.device import device_of_mesh
 from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.process_groups import clone_group
 from dmuon_hf.core.sharded.plan import ShardedEntry
 from dmuon_hf.core.shards.layout import ShardLayout, SplitOrder, holds_shape
 
-__all__ = ["Team", "agree_on_entries", "join", "ranks_of"]
+__all__ = ["Team", "agree_on_entries", "join"]
 
 T = TypeVar("T")
 
@@ -52,50 +51,21 @@ class Team:
         return result
 
 
-def ranks_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Global ranks of all meshes that ``tensors`` lie on; see :func:`join`."""
-    return _cover(tensors)[0]
-
-
 def join(tensors: Sequence[Tensor]) -> Team:
     """The ranks of all meshes that ``tensors`` lie on, with a group of their own. Collective over them.
 
-    They are those of one tensor's mesh that contains all others, else of the dimensions of a root mesh along which they
-    extend (a stage of a pipeline, and not the others), else the whole world: a rank cannot see meshes that it is not
-    part of. Plain tensors belong to this rank alone.
+    They are those of :func:`~dmuon_hf.core.covering.cover_of`. Plain tensors belong to this rank alone.
     """
-    ranks, links = _cover(tensors)
+    cover, links = cover_of(tensors)
+    ranks = sorted(cover)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks:
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         return Team((rank,), rank, device)
-    device = device_of_mesh(_meshes(tensors)[0])
+    device = device_of_mesh(meshes_of(tensors)[0])
     if len(ranks) == 1:
         return Team((rank,), rank, device)
     return Team(tuple(ranks), rank, device, clone_group(ranks, like=links[0], purpose="sharded", across=links))
-
-
-def _meshes(tensors: Sequence[Tensor]) -> list[DeviceMesh]:
-    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
-
-
-def _cover(tensors: Sequence[Tensor]) -> tuple[list[int], list[ProcessGroup]]:
-    """The ranks of :func:`join`, in order, and groups that together connect them; none for plain tensors."""
-    meshes = _meshes(tensors)
-    if not meshes:
-        return [], []
-    needed = {member for mesh in meshes for member in _members(mesh)}
-    for mesh in meshes:
-        if needed <= set(_members(mesh)):
-            return sorted(_members(mesh)), [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    for root in dict.fromkeys(mesh._get_root_mesh() for mesh in meshes):
-        here = root.get_coordinate()
-        if here is not None and needed <= set(_members(root)):
-            places = [(root.mesh == member).nonzero()[0].tolist() for member in needed]
-            extent = [dim for dim in range(root.ndim) if any(place[dim] != here[dim] for place in places)]
-            part = root.mesh[tuple(slice(None) if dim in extent else at for dim, at in enumerate(here))]
-            return sorted(part.flatten().tolist()), [root.get_group(dim) for dim in extent]
-    return list(range(dist.get_world_size())), [dist.distributed_c10d._get_default_group()]
 
 
 def agree_on_entries(
@@ -118,11 +88,6 @@ def agree_on_entries(
     if len(set(team.gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return [_settled(entry, fit) for entry, fit in zip(entries, fits, strict=True)]
     return _merged(team.gather(list(zip(entries, fits, strict=True))), team)
-
-
-def _members(mesh: DeviceMesh) -> list[int]:
-    members: list[int] = mesh.mesh.flatten().tolist()
-    return members
 
 
 def _fitting_orders(layout: ShardLayout, local: tuple[int, ...], rank: int) -> tuple[SplitOrder, ...]:
