@@ -83,7 +83,7 @@ def _in_a_gather(rank, world):
 
 def test_stage_that_waits_long_for_another_is_left_alone():
     """Ranks of one stage stand in different calls for ranks of the other: no proof that they part."""
-    assert run_ranks(_slow, 4, env=ENV) == [True] * 4
+    assert run_ranks(_slow, 4, env=ENV) == [None] * 4
 
 
 def _slow(rank, world):
@@ -101,4 +101,4 @@ def _slow(rank, world):
         dist.barrier(group) if rank == 1 else dist.all_gather_object([None, None], "ready", group=group)
     model(batch_of(0)[0][:2]).square().mean().backward()
     optimizer.step()
-    return True
+    return optimizer.runtime.context.monitor.verdict

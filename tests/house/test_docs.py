@@ -41,6 +41,23 @@ def test_quick_start_scripts_run(script: str, world: int, tmp_path: Path) -> Non
     run_ranks(run_script, world, str(tmp_path), script, init=False)
 
 
+def run_pipeline(rank: int, world: int, directory: str) -> bool:
+    script, keep_scales_alike, save = re.findall(r"```python\n(.*?)```", (DOCS / "pipeline.md").read_text(), re.DOTALL)
+    namespace: dict[str, Any] = {"directory": directory, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
+    exec(script, namespace)  # noqa: S102
+    namespace["scaler"].scale(torch.ones(()))
+    for param in namespace["stage"].parameters():
+        param.grad = torch.full_like(param, float("inf") if rank == 0 else 1.0)
+    exec(keep_scales_alike, namespace)  # noqa: S102
+    exec(save, namespace)  # noqa: S102
+    torch.distributed.checkpoint.load(namespace["state"], checkpoint_id=directory)
+    return bool(namespace["scaler"].get_scale() == 2.0)
+
+
+def test_pipeline_of_the_docs_trains_skips_together_and_saves(tmp_path: Path) -> None:
+    assert run_ranks(run_pipeline, 4, str(tmp_path), init=False) == [True] * 4
+
+
 def run_policy(rank: int, world: int, block: str) -> list[str]:
     from tests.house.test_reference_code import MyModel
 
