@@ -39,7 +39,7 @@ def written_for() -> str:
 
 try:
     import torch
-    from gpu_kernels import check_graphs, check_newton_schulz, check_syrk, compare_newton_schulz
+    from gpu_kernels import check_clip, check_graphs, check_newton_schulz, check_syrk, compare_newton_schulz
     from gpu_model import check_world_of_one, compare_training
     from gpu_runtime import check_runtime
     from gpu_timing import Report, Setting
@@ -60,6 +60,7 @@ SECTIONS: dict[str, Callable[[Setting], Report]] = {
     "Symmetric products against float64": check_syrk,
     "Newton-Schulz against float64": check_newton_schulz,
     "CUDA graphs against eager calls": check_graphs,
+    "Gradient clipping against float64": check_clip,
     "Streams, NCCL and gradient checks on one rank": check_runtime,
     "FSDP2 on one rank against no process group": check_world_of_one,
     "A training step of a Llama": compare_training,

@@ -15,8 +15,9 @@ from torch import Tensor
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.ns.kernels import KERNELS, resolve_kernel
 from dmuon_hf.core.ns.support import CANDIDATES
+from dmuon_hf.core.optim.clip_kernels import CHUNK, scale_in_place_, sum_of_squares
 
-__all__ = ["check_graphs", "check_newton_schulz", "check_syrk", "compare_newton_schulz"]
+__all__ = ["check_clip", "check_graphs", "check_newton_schulz", "check_syrk", "compare_newton_schulz"]
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Relative errors of five steps at condition 1e3, about twice those of emulated products on a CPU.
@@ -105,6 +106,39 @@ def _syrk_errors(
         report.check(torch.equal(again, result), f"{where}: a second call gives other bits")
         errors.append(error)
     return errors
+
+
+def check_clip(setting: Setting) -> Report:
+    """The kernels of gradient clipping against float64, and their time beside torch's multi-tensor kernels."""
+    report = Report(columns=["dtype", "tensors", "elements", "kernels ms", "torch ms"])
+    try:
+        resolve_kernel("triton")
+    except NotImplementedError as error:
+        report.left_out.append(str(error))
+        return report
+    sizes = [5, CHUNK + 3, 100] if setting.tiny else [4096 * 4096, 5, *[2048] * 200, 1024 * 4096 + 7] * 2
+    for dtype in (*HALF_TYPES, torch.float32) if setting.cuda else (torch.float16, torch.float32):
+        with report.part(f"clip {dtype}"):
+            generator = torch.Generator().manual_seed(0)
+            grads = [torch.randn(size, generator=generator).to(setting.device, dtype) for size in sizes]
+            exact_sum = sum(float(grad.double().square().sum()) for grad in grads)
+            total, again = sum_of_squares(grads), sum_of_squares(grads)
+            report.check(abs(float(total) - exact_sum) < 1e-5 * exact_sum, f"{dtype}: {float(total)}, not {exact_sum}")
+            report.check(torch.equal(total, again), f"{dtype}: a second call gives other bits")
+            expected = [(grad.float() * torch.tensor(0.3)).to(dtype) for grad in grads]
+            scale_in_place_(grads, 0.3)
+            report.check(all(map(torch.equal, grads, expected)), f"{dtype}: scaled gradients differ")
+            runs: dict[str, Callable[[], object]] = {
+                "ours": lambda grads=grads: (sum_of_squares(grads), scale_in_place_(grads, 1.0)),  # type: ignore[misc]
+                "torch": lambda grads=grads: (  # type: ignore[misc]
+                    torch._foreach_norm(grads, 2, dtype=torch.float32),
+                    torch._foreach_mul_(grads, 1.0),
+                ),
+            }
+            times = median_seconds(runs, setting.device, rounds=3 if setting.tiny else 20)
+            shown = [f"{1e3 * times[name]:.3f}" for name in ("ours", "torch")]
+            report.rows.append([str(dtype), str(len(grads)), str(sum(sizes)), *shown])
+    return report
 
 
 def check_newton_schulz(setting: Setting) -> Report:

@@ -35,6 +35,7 @@ def test_every_section_runs_on_a_cpu_from_any_directory(tmp_path):
     assert checks["FSDP2 on one rank against no process group"] > 0
     assert checks["A training step of a Llama"] == 3
     assert (checks["Symmetric products against float64"] > 0) is HAS_TRITON
+    assert (checks["Gradient clipping against float64"] > 0) is HAS_TRITON
     assert sections["CUDA graphs against eager calls"]["left_out"] == ["CUDA graphs need a CUDA GPU"]
     timed = [row[1] for row in sections["Newton-Schulz per shape"]["rows"]]
     assert {"dmuon gram kernel=cublas", "torch.optim.Muon"} <= set(timed)

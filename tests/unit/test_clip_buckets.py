@@ -80,10 +80,10 @@ def test_no_buckets_and_empty_buckets_give_zero() -> None:
     assert not result.bucket_stats[0].clipped
 
 
-def test_result_says_that_there_is_no_extension() -> None:
+def test_result_says_why_the_kernels_of_a_gpu_were_not_used() -> None:
     result = clip_grad_norm_buckets_([GradClipBucket("all", draw((3,)))], None)
     assert not result.fastpath
-    assert result.fallback_reason == "there is no compiled extension: torch's multi-tensor kernels were used"
+    assert result.fallback_reason is not None and "on NVIDIA GPUs from SM80 on" in result.fallback_reason
     assert not result.bucket_stats[0].fastpath
 
 

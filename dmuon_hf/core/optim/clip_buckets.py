@@ -1,7 +1,8 @@
-"""Clipping of independent gradient segments, each with its own norm and coefficient, in torch's multi-tensor kernels.
+"""Clipping of independent gradient segments, each with its own norm and coefficient.
 
-There is no compiled extension: ``torch._foreach_norm`` and ``torch._foreach_mul_`` are native multi-tensor kernels on
-CUDA, and their semantics are the same on every device. The results say so in ``fastpath`` and ``fallback_reason``.
+The fast path is the pair of Triton kernels in ``clip_kernels``, for NVIDIA GPUs; elsewhere ``torch._foreach_norm`` and
+``torch._foreach_mul_`` do the same. Which it is, is decided tensor by tensor on each rank, and changes no collective;
+the results say it in ``fastpath`` and ``fallback_reason``. There is no compiled extension.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, muon_optimizer
 from dmuon_hf.core.optim.gradients import copies_of, local_tensor, share_of
-from dmuon_hf.core.optim.norms import clip_coefficient, root_of_power, scale_, weighted_norm_power
+from dmuon_hf.core.optim.norms import clip_coefficient, root_of_power, scale_, takes_kernels, weighted_norm_power
 from dmuon_hf.core.optim.stages import AgreementGroup, sum_over_stages
 from dmuon_hf.core.runtime.collectives import device_of_group
 
@@ -32,7 +33,10 @@ __all__ = [
 ]
 
 _MUON: Final = 1
-_NO_EXTENSION: Final = "there is no compiled extension: torch's multi-tensor kernels were used"
+_NO_KERNELS: Final = (
+    "torch's multi-tensor kernels were used: those of this package take contiguous gradients of 16 or 32 bits on "
+    "NVIDIA GPUs from SM80 on, where Triton is installed"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class SegmentedGradClipResult:
     Attributes:
         total_norm: 2-norm over all segments before clipping, fp32 scalar.
         bucket_stats: Per segment, in the order given.
-        fastpath: Whether a compiled extension was used.
+        fastpath: Whether the kernels of this package took every gradient on this rank.
         fallback_reason: Why not.
     """
 
@@ -236,12 +240,13 @@ def _clip(
                 clipped=coefficient < 1.0,
                 param_count=len(each),
                 found_inf=not math.isfinite(total_norm),
-                fastpath=False,
+                fastpath=takes_kernels([part.local for part in each]) if each else False,
             )
         )
+    fastpath = any(parts) and all(found.fastpath for found, each in zip(stats, parts, strict=True) if each)
     return SegmentedGradClipResult(
         total_norm=powers.sum().sqrt().float(),
         bucket_stats=tuple(stats),
-        fastpath=False,
-        fallback_reason=_NO_EXTENSION,
+        fastpath=fastpath,
+        fallback_reason=None if fastpath else _NO_KERNELS,
     )

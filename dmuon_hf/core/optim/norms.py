@@ -1,14 +1,18 @@
-"""Norms and scaling of lists of local tensors with torch's multi-tensor kernels."""
+"""Norms and scaling of lists of local tensors: with the kernels of ``clip_kernels`` where they run, else torch's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import compress
+from operator import not_
 
 import torch
 from torch import Tensor
 
-__all__ = ["clip_coefficient", "norm_power", "root_of_power", "scale_", "weighted_norm_power"]
+from dmuon_hf.core.optim.clip_kernels import is_taken, runs_on, scale_in_place_, sum_of_squares
+
+__all__ = ["clip_coefficient", "norm_power", "root_of_power", "scale_", "takes_kernels", "weighted_norm_power"]
 
 
 def norm_power(
@@ -22,16 +26,22 @@ def norm_power(
     """``sum |x|^p`` over all elements, or ``max |x|`` for ``p = inf``: fp64 scalar on ``device``. Does not synchronise.
 
     Each tensor's norm is taken in fp32 (fp64 for fp64), so half precision does not overflow; they add up in fp64.
+    2-norms on an NVIDIA GPU take one launch for all tensors of a dtype, in whose runs squares add up in fp32.
 
     Args:
         tensors: Local tensors of any device and dtype; empty ones count as zero.
         norm_type: ``p``.
         device: Where the result goes.
-        foreach: ``False`` takes one tensor at a time.
+        foreach: ``False`` takes one tensor at a time, ``True`` torch's multi-tensor kernels.
         chunk_size: Most tensors in one multi-tensor call; ``None`` for all.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for chunk in _chunks([tensor for tensor in tensors if tensor.numel() > 0], chunk_size):
+    for alike in _chunks([tensor for tensor in tensors if tensor.numel() > 0], chunk_size):
+        taken, chunk = _by_kernels(alike, foreach if norm_type == 2.0 else True)
+        if taken:
+            total = total + sum_of_squares(taken).to(device)
+        if not chunk:
+            continue
         accumulate = torch.promote_types(chunk[0].dtype, torch.float32)
         if foreach is False:
             norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=accumulate) for tensor in chunk]
@@ -83,12 +93,30 @@ def scale_(
     """Multiply every tensor by ``factor`` in place; nothing is touched for 1."""
     if factor == 1.0:
         return
-    for chunk in _chunks(tensors, chunk_size):
+    for alike in _chunks(tensors, chunk_size):
+        taken, chunk = _by_kernels(alike, foreach)
+        if taken:
+            scale_in_place_(taken, factor)
+        if not chunk:
+            continue
         if foreach is False:
             for tensor in chunk:
                 tensor.mul_(factor)
         else:
             torch._foreach_mul_(chunk, factor)
+
+
+def takes_kernels(tensors: Sequence[Tensor]) -> bool:
+    """Whether all of these are for the kernels of ``clip_kernels``, none of them torch's."""
+    return all(runs_on(tensor.device) and is_taken(tensor) for tensor in tensors)
+
+
+def _by_kernels(alike: list[Tensor], foreach: bool | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Which of some tensors of one device and dtype are for the kernels of ``clip_kernels``, and which for torch's."""
+    if foreach is not None or not runs_on(alike[0].device):
+        return [], alike
+    taken = [is_taken(tensor) for tensor in alike]
+    return list(compress(alike, taken)), list(compress(alike, map(not_, taken)))
 
 
 def _chunks(tensors: Sequence[Tensor], size: int | None) -> Iterator[list[Tensor]]:

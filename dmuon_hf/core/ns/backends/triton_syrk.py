@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.backends.contract import DTYPES, SyrkOperands, syrk_operands
+from dmuon_hf.core.triton_compiler import TYPE_NAMES, import_triton, target_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["TileConfig", "choose_config", "compile_ahead_of_time", "syrk"]
 
 _LEAST_CAPABILITY = (8, 0)
-_TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,22 +247,14 @@ def compile_ahead_of_time(
         attrs={(n,): attributes for n, name in enumerate(kernel.arg_names) if aligned and name in divisible},
     )
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return triton.compile(source, target=_target(architecture), options=options)
-
-
-def _target(architecture: int | str) -> Any:
-    GPUTarget = _triton().backends.compiler.GPUTarget
-    if isinstance(architecture, int):
-        return GPUTarget("cuda", architecture, 32)
-    # Compute GPUs have waves of 64 lanes, others of 32.
-    return GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
+    return triton.compile(source, target=target_of(triton, architecture), options=options)
 
 
 def _parameter_type(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
     if name.endswith("_pointer"):
-        return f"*{_TYPE_NAMES[dtype]}"
+        return f"*{TYPE_NAMES[dtype]}"
     if name in ("alpha", "beta", "diag"):
         return "fp32"
     return "i32" if name in ("M", "K") else "i64"
@@ -270,16 +262,7 @@ def _parameter_type(name: str, dtype: torch.dtype, constants: dict[str, Any]) ->
 
 @functools.cache
 def _triton() -> Any:
-    try:
-        import triton
-        import triton.backends.compiler
-        import triton.compiler
-        import triton.language
-    except ImportError as error:
-        raise NotImplementedError(
-            f"The 'triton' kernel needs the package triton, which cannot be imported here ({error}). Install the "
-            f"version that belongs to this PyTorch, or choose kernel='cublas'."
-        ) from error
+    triton = import_triton("The 'triton' kernel", "choose kernel='cublas'")
     # The source of the kernel refers to the language by this name; its compiler looks among the globals.
     globals()["tl"] = triton.language
     return triton
