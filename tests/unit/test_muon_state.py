@@ -114,6 +114,10 @@ def broken(saved: dict[str, Any], how: str) -> None:
         del matrix["momentum_buffer"]
     elif how == "shape":
         matrix["momentum_buffer"] = matrix["momentum_buffer"][:1]
+    elif how == "dtype":
+        matrix["momentum_buffer"] = matrix["momentum_buffer"].to(torch.int8)
+    elif how == "order":
+        saved["param_names"][0].reverse()
     elif how == "groups":
         saved["param_groups"].pop()
     else:
@@ -126,6 +130,8 @@ def broken(saved: dict[str, Any], how: str) -> None:
         ("entry", "holds no optimizer state of 'a_proj.weight'"),
         ("key", "no 'momentum_buffer' for 'a_proj.weight'"),
         ("shape", "'momentum_buffer' of 'a_proj.weight' has shape (1, 12), wanted (20, 12)"),
+        ("dtype", "'momentum_buffer' of 'a_proj.weight' is torch.int8, wanted a floating-point tensor"),
+        ("order", "at place 0 of group 'default/muon', where this optimizer has 'a_proj.weight'"),
         ("groups", "has groups [('default/muon', 4)]"),
         ("name", "('other/muon', 4)"),
     ],

@@ -114,6 +114,9 @@ def _check_entry(layout: Tensor, name: str, route: str, entry: Mapping[str, Any]
         value = entry[key]
         if key == "step":
             continue
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigurationError(f"{key!r} of {name!r} is {kind}, wanted a floating-point tensor")
         if value.shape != layout.shape:
             raise ConfigurationError(
                 f"{key!r} of {name!r} has shape {tuple(value.shape)}, wanted {tuple(layout.shape)}"
