@@ -14,7 +14,7 @@ DEMO_OUTPUT ?= outputs/demo
 # Test processes. A file stays in one of them, with what its tests share; each runs up to eight ranks at a time.
 WORKERS ?= 2
 
-.PHONY: help venv test docs sweep launches demo quality format bench gpu-check clean
+.PHONY: help venv test docs sweep launches demo wheel quality format bench gpu-check clean
 
 help:
 	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
@@ -22,6 +22,7 @@ help:
 	@echo "make sweep     examine every model class of transformers' Auto mappings and write docs/families.md"
 	@echo "make launches  train over thirty small model families on 2 and 4 CPU processes and compare with one process"
 	@echo "make docs      build the pages of docs/ as a site in outputs/site; every link is checked"
+	@echo "make wheel     build the wheel, install it alone, and run the quick start with it"
 	@echo "make quality   ruff and mypy"
 	@echo "make format    let ruff fix and format the code"
 	@echo "make bench     time a training step against FSDP2 with AdamW and other ways to run Muon; ARGS=--help says more"
@@ -70,6 +71,15 @@ launches: $(STAMP)
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "outputs/site/index.html"
+
+# In an environment that has nothing but the wheel and what it requires, outside of the checkout.
+wheel: $(STAMP)
+	rm -rf outputs/wheel
+	$(PIP) wheel --quiet --no-deps --wheel-dir outputs/wheel .
+	$(PYTHON) -m venv outputs/wheel/venv
+	outputs/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt outputs/wheel/*.whl
+	env -u PYTHONPATH outputs/wheel/venv/bin/python tests/house/quick_start.py docs/quick_start.md outputs/wheel
+	outputs/wheel/venv/bin/dmuon-hf doctor
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

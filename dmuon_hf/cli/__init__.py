@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DMuonError, NotImplementedError) as error:
         sys.stderr.write(f"dmuon-hf {options.command}: {error}\n")
         return 2
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"dmuon-hf {options.command} needs {error.name}: pip install 'dmuon_hf[hf]'\n")
+        return 2
     except BrokenPipeError:  # `dmuon-hf routes MODEL | head`
         sys.stderr.close()
         return 0

@@ -73,7 +73,10 @@ def _devices() -> list[str]:
 def _kernels() -> dict[str, Any]:
     from dmuon_hf.core import get_backend_status, get_ns_backend
 
-    return {"newton_schulz": get_ns_backend(), **get_backend_status()}
+    status = get_backend_status()
+    if not torch.cuda.is_available():
+        return {"newton_schulz": "plain PyTorch on the CPU", "missing": status["missing"]}
+    return {"newton_schulz": get_ns_backend(), **status}
 
 
 def _self_test() -> dict[str, Any]:

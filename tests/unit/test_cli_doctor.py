@@ -52,3 +52,11 @@ def test_self_test_compares_with_one_process() -> None:
 def test_version_is_that_of_the_package() -> None:
     command = [sys.executable, "-m", "dmuon_hf", "version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"dmuon_hf {__version__}\n"
+
+
+def test_command_whose_library_is_missing_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dmuon_hf.cli.routes", None)
+    assert main(["routes", "anything"]) == 2
+    assert "pip install 'dmuon_hf[hf]'" in capsys.readouterr().err
