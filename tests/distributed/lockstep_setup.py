@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
+from tests.distributed.training import dedicate_on
 from tests.harness.launcher import host_store
 
 WIDTH = 12
@@ -74,13 +75,10 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
 def prepare(world: int, mode: str, *, norm: bool) -> tuple[Net, dmuon.Muon]:
     """The model on this rank of `world`, in mode `z2`, `z3`, `hsdp`, or `sharded`: by FSDP2 alone."""
     model = make_net(norm=norm)
-    if mode == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"])
-    else:
+    if mode == "sharded":
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        if mode != "sharded":
-            dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
+    else:
+        mesh = dedicate_on(model, world, mode, is_matrix)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

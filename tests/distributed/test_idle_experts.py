@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dmuon_hf.core as dmuon
-from tests.distributed.training import HYPER, full
+from tests.distributed.training import HYPER, dedicate_on, full
 from tests.harness import run_ranks
 from tests.harness.reference import ReferenceOptimizer
 
@@ -99,13 +98,7 @@ def losses(model: nn.Module, step: int, rank: int, world: int, twice: bool) -> l
 
 def prepare(world: int, mode: str, blocks: bool, frozen: bool, kind: str | None) -> tuple[Net, dmuon.Muon]:
     model = make_net(frozen, kind)
-    mesh: Any
-    if mode == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"])
-    else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
+    mesh = dedicate_on(model, world, mode, is_matrix)
     for layer in model.layers if blocks else ():
         fully_shard(layer, mesh=mesh, reshard_after_forward=mode != "z2")
     fully_shard(model, mesh=mesh, reshard_after_forward=mode != "z2")

@@ -9,7 +9,16 @@ import torch
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import ConfigurationError
-from tests.distributed.training import Run, assert_same_training, backward, muon_for_matrices, prepare, reference, train
+from tests.distributed.training import (
+    Run,
+    assert_same_training,
+    backward,
+    muon_for_matrices,
+    prepare,
+    reference,
+    second_backward_of_zeroed,
+    train,
+)
 from tests.harness import run_ranks
 from tests.harness.comm import CollectiveCounter
 from tests.harness.models import tiny_mlp
@@ -67,16 +76,7 @@ def test_bucket_sends_the_same_bytes_in_one_broadcast_per_replica_and_only_in_st
 
 
 def load(rank: int, world: int) -> list[float]:
-    run = run_with(WHOLE_MODEL, model="mlp")
-    model, optimizer = prepare(run, world)
-    backward(model, run, 0, rank, world)
-    optimizer.step()
-    optimizer.zero_grad()
-    state = {
-        name: torch.zeros_like(value) for name, value in dmuon.get_model_state_dict(model, rank0_only=False).items()
-    }
-    dmuon.set_model_state_dict(model, state)
-    return [backward(model, run, 1, rank, world)]
+    return [second_backward_of_zeroed(run_with(WHOLE_MODEL, model="mlp"), rank, world)]
 
 
 def test_weights_that_were_loaded_are_published_when_they_are_wanted() -> None:

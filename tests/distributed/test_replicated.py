@@ -21,6 +21,7 @@ from tests.distributed.training import (
     Run,
     assert_same_training,
     backward,
+    count_second_step,
     is_matrix,
     make_model,
     prepare,
@@ -29,7 +30,6 @@ from tests.distributed.training import (
     train,
 )
 from tests.harness import models, run_ranks
-from tests.harness.comm import CollectiveCounter
 from tests.harness.reference import ReferenceOptimizer, train_reference
 
 
@@ -248,14 +248,7 @@ def _sent(rank: int, world: int) -> dict[str, Any]:
     model, optimizer = prepare(run, world)
     matrices = [param for name, param in model.named_parameters() if is_matrix(name, param)]
     rest = [param for name, param in model.named_parameters() if not is_matrix(name, param)]
-    backward(model, run, 0, rank, world)
-    optimizer.step()
-    optimizer.zero_grad()
-    with CollectiveCounter() as counter:
-        with counter.phase("backward"):
-            backward(model, run, 1, rank, world)
-        with counter.phase("step"):
-            optimizer.step()
+    counter = count_second_step(model, optimizer, run, rank, world)
     return {
         "matrices": 4 * sum(param.numel() for param in matrices),
         "backward": sum(record.payload for record in counter.select("all_reduce", phase="backward")),

@@ -10,7 +10,16 @@ import torch
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.runtime.states import WeightState
-from tests.distributed.training import Run, assert_same_training, backward, prepare, reference, snapshot, train
+from tests.distributed.training import (
+    Run,
+    assert_same_training,
+    backward,
+    prepare,
+    reference,
+    second_backward_of_zeroed,
+    snapshot,
+    train,
+)
 from tests.harness import run_ranks
 from tests.harness.comm import CollectiveCounter
 
@@ -134,15 +143,7 @@ def test_gathers_at_the_end_of_a_step_change_no_weight(mode: str, world: int) ->
 def edits(rank: int, world: int) -> list[float]:
     """A weight that is loaded after the gathers were issued is the one that forward uses."""
     run = Run("z3", "mlp", muon={"post_step_prefetch_groups": 3})
-    model, optimizer = prepare(run, world)
-    backward(model, run, 0, rank, world)
-    optimizer.step()
-    optimizer.zero_grad()
-    state = {
-        name: torch.zeros_like(value) for name, value in dmuon.get_model_state_dict(model, rank0_only=False).items()
-    }
-    dmuon.set_model_state_dict(model, state)
-    return [backward(model, run, 1, rank, world)]
+    return [second_backward_of_zeroed(run, rank, world)]
 
 
 def test_weights_that_were_loaded_since_are_gathered_again() -> None:

@@ -6,23 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.training import Run, backward, prepare
+from tests.distributed.training import Run, count_second_step, prepare
 from tests.harness import run_ranks
-from tests.harness.comm import CollectiveCounter
 
 ALIGNED = 8
 
 
 def count_one_step(rank: int, world: int, run: Run) -> dict[str, Any]:
     model, optimizer = prepare(run, world)
-    backward(model, run, 0, rank, world)
-    optimizer.step()
-    optimizer.zero_grad()
-    with CollectiveCounter() as counter:
-        with counter.phase("backward"):
-            backward(model, run, 1, rank, world)
-        with counter.phase("step"):
-            optimizer.step()
+    counter = count_second_step(model, optimizer, run, rank, world)
     # The agreement of a step goes over the groups of weights and gradients.
     agreements = [record for record in counter.select("all_reduce") if record.tag.startswith("dmuon_")]
     counter.records = [record for record in counter.records if record not in agreements]

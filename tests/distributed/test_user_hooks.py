@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import ConfigurationError, DMuonError
 from tests.distributed.lockstep_setup import HYPER, Net, is_matrix, make_net, part_of
-from tests.distributed.training import full
+from tests.distributed.training import dedicate_on, full
 from tests.harness import run_ranks
 
 MODES = [("local", 1), ("z2", 2), ("z3", 2), ("hsdp", 4)]
@@ -66,13 +64,7 @@ def prepare(mode: str, world: int, before: Callable[[Net], None] | None = None) 
     if mode == "local":
         dmuon.dedicate_params(model, None, is_matrix)
         return model
-    mesh: Any
-    if mode == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=mesh["replicate"])
-    else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=mode == "z3")
+    mesh = dedicate_on(model, world, mode, is_matrix)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

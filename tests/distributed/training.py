@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.plan import canonical_name
 from tests.harness import models
+from tests.harness.comm import CollectiveCounter
 from tests.harness.reference import ReferenceOptimizer
 
 MODES = ("local", "z2", "z3", "hsdp", "hsdp_sync", "ddp", "ddp_sync", "replicate")
@@ -124,6 +125,41 @@ def prepare(run: Run, world: int) -> tuple[nn.Module, dmuon.Muon]:
             shard(model, mesh, True)
     optimizer = dmuon.Muon(model, replicate_async=not run.mode.endswith("_sync"), **{**HYPER, **run.muon})
     return model, optimizer
+
+
+def dedicate_on(model: nn.Module, world: int, mode: str, predicate: Callable[[str, nn.Parameter], bool]) -> DeviceMesh:
+    """Dedicate a model in mode ``z2``, ``z3`` or ``hsdp`` and return the mesh for `fully_shard`."""
+    if mode == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        dmuon.dedicate_params(model, mesh["shard"], predicate, replicate_mesh=mesh["replicate"])
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        dmuon.dedicate_params(model, mesh, predicate, reshard_after_forward=mode == "z3")
+    return mesh
+
+
+def second_backward_of_zeroed(run: Run, rank: int, world: int) -> float:
+    """The loss of a backward pass after zeros were loaded into a model that has taken a step."""
+    model, optimizer = prepare(run, world)
+    backward(model, run, 0, rank, world)
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = dmuon.get_model_state_dict(model, rank0_only=False)
+    dmuon.set_model_state_dict(model, {name: torch.zeros_like(value) for name, value in whole.items()})
+    return backward(model, run, 1, rank, world)
+
+
+def count_second_step(model: nn.Module, optimizer: dmuon.Muon, run: Run, rank: int, world: int) -> CollectiveCounter:
+    """What the ``"backward"`` and the ``"step"`` of the second step send; the first makes what lasts."""
+    backward(model, run, 0, rank, world)
+    optimizer.step()
+    optimizer.zero_grad()
+    with CollectiveCounter() as counter:
+        with counter.phase("backward"):
+            backward(model, run, 1, rank, world)
+        with counter.phase("step"):
+            optimizer.step()
+    return counter
 
 
 def shard(model: nn.Module, mesh: Any, reshard: bool) -> None:
