@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec, imbalance, matrix_cost, sharing_is_cheaper
 from dmuon_hf.core.plan.local_search import Job, LocalSearch, Place
 from dmuon_hf.core.shards.layout import ShardLayout
+from dmuon_hf.core.shards.runs import length
 
 __all__ = ["BUCKET_NUMEL", "ShardedEntry", "ShardedPlan", "Task", "make_sharded_plan"]
 
@@ -157,13 +159,13 @@ def make_sharded_plan(
     known: dict[tuple[Workers, ...], tuple[Workers, ...]] = {}
     for index, entry in enumerate(entries):
         cost = matrix_cost(entry.stored, entry.spec)
+        if _lies_whole(entry):
+            for rank, (*stack, _, _) in itertools.chain(*entry.layout.copies()):
+                loads[rank] += cost * (length(stack[0]) if stack else 1)
+            continue
         for member, copies in enumerate(_holders(entry)):
-            if len(copies[0]) == 1:
-                for (rank,) in copies:
-                    loads[rank] += cost
-            else:
-                choices = _choices(copies, cost, entry, links)
-                pending.append(_Pending(cost, index, member, known.setdefault(choices, choices)))
+            choices = _choices(copies, cost, entry, links)
+            pending.append(_Pending(cost, index, member, known.setdefault(choices, choices)))
     pending.sort(key=lambda item: (-item.cost, item.entry, item.member))
     least = _LeastLoaded(loads)
     workers = _improved(pending, [least.take(item.choices, item.cost) for item in pending], loads)
@@ -180,6 +182,12 @@ class _Pending:
     entry: int
     member: int
     choices: tuple[Workers, ...]
+
+
+def _lies_whole(entry: ShardedEntry) -> bool:
+    """Whether each stored matrix lies whole on the ranks that hold some of it; all of a stack do, or none."""
+    _, held = entry.layout.copies()[0][0]
+    return (length(held[-2]), length(held[-1])) == entry.stored
 
 
 def _holders(entry: ShardedEntry) -> list[list[tuple[int, ...]]]:
