@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon_hf.core as dmuon
@@ -91,8 +92,10 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     return dense_batch(step, batch=BATCH, width=WIDTH), dense_batch(step, batch=BATCH, width=3, seed=1)
 
 
-def pipeline_mesh() -> DeviceMesh:
+def pipeline_mesh(mode: str = "z3") -> DeviceMesh:
     """Two stages of two ranks; the two are replicas of each other under HSDP."""
+    if mode == "tp":
+        return init_device_mesh("cpu", (STAGES, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     return init_device_mesh("cpu", (STAGES, 2, 1), mesh_dim_names=("pp", "dp", "shard"))
 
 
@@ -106,6 +109,10 @@ def wrap(model: nn.Module, chunks: list[nn.Module], mesh: DeviceMesh, mode: str)
         dmuon.replicate(model, dp)
         return chunks
     reshard = mode != "z2"
+    if mode == "tp":
+        for chunk in chunks:
+            for layer in chunk.layers.values():
+                parallelize_module(layer, mesh["tp"], {"wide": ColwiseParallel(output_layouts=Replicate())})
     if mode == "hsdp":
         dmuon.dedicate_params(model, mesh["shard"], is_matrix, replicate_mesh=dp)
         dp = mesh["dp", "shard"]
@@ -148,9 +155,9 @@ def schedule_of(run: Run, mesh: DeviceMesh, wrapped: list[nn.Module], micro: int
 def feed(schedule: Any, mesh: DeviceMesh, step: int) -> None:
     """One pass of this rank's half of the batch through the pipeline, forward and backward."""
     inputs, targets = batch_of(step)
-    part = mesh.get_local_rank("dp")
-    given = (inputs.chunk(2)[part],) if mesh.get_local_rank("pp") == 0 else ()
-    target = targets.chunk(2)[part] if mesh.get_local_rank("pp") == STAGES - 1 else None
+    part, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
+    given = (inputs.chunk(parts)[part],) if mesh.get_local_rank("pp") == 0 else ()
+    target = targets.chunk(parts)[part] if mesh.get_local_rank("pp") == STAGES - 1 else None
     schedule.step(*given, target=target)
 
 
@@ -168,7 +175,7 @@ def name_in_whole(name: str) -> str:
 
 def train(rank: int, world: int, run: Run) -> dict[str, Any]:
     """Train; gradients and weights of this rank's stages after every step, whole."""
-    mesh = pipeline_mesh()
+    mesh = pipeline_mesh(run.mode)
     model, wrapped, optimizer = prepare(run, mesh, stages_of(whole_model(), STAGES * run.chunks))
     schedule = schedule_of(run, mesh, wrapped)
     history: dict[str, Any] = {"grads": [], "weights": []}

@@ -41,6 +41,7 @@ def expected():
         ("replicate", "gpipe"),
         ("replicate", "interleaved"),
         ("pure", "1f1b"),
+        ("tp", "1f1b"),
         ("sharded", "interleaved"),
     ],
 )

@@ -80,6 +80,7 @@ def _local_pass(model, bad=False):
     ("mode", "which", "how"),
     [
         ("z3", "pp", "torch"),
+        ("replicate", "mesh", "total"),
         ("hsdp", "mesh", "muon"),
         ("replicate", "world", "muon"),
         ("z2", "pp", "buckets"),
@@ -90,7 +91,9 @@ def test_clipping_takes_the_norm_over_all_stages(mode, which, how):
     model = whole_model()
     inputs, targets = batch_of(0)
     loss_fn(model(inputs), targets).backward()
-    clipped = {name: param for name, param in model.named_parameters() if how == "torch" or is_matrix(name, param)}
+    clipped = {
+        name: param for name, param in model.named_parameters() if how in ("torch", "total") or is_matrix(name, param)
+    }
     norm = float(torch.nn.utils.clip_grad_norm_(clipped.values(), 0.01))
     for found, grads in run_ranks(_clipped, 4, mode, which, how):
         assert found == pytest.approx(norm, rel=1e-5)
@@ -107,6 +110,8 @@ def _clipped(rank, world, mode, which, how):
         norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
         norm = optimizer.norm_over_stages(norm)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+    elif how == "total":
+        norm = dmuon.clip_total_grad_norm_(model.parameters(), 0.01, optimizer=optimizer)
     elif how == "muon":
         norm = dmuon.clip_grad_norm_(optimizer, 0.01).total_norm
     else:

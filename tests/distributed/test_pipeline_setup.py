@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.covering import ranks_of
@@ -27,7 +26,7 @@ def test_stage_is_set_up_and_trained_while_the_other_has_not_begun(mode):
 
 
 def _one_after_the_other(rank, world, mode):
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp")) if mode == "tp" else pipeline_mesh()
+    mesh = pipeline_mesh(mode)
     store = dist.distributed_c10d._get_default_store()
     stage = mesh.get_local_rank("pp")
     if stage == 1:
@@ -40,12 +39,7 @@ def _one_after_the_other(rank, world, mode):
 
 def _train(mesh, mode):
     model = stages_of(whole_model(), 2)[0]
-    if mode == "tp":
-        for layer in model.layers.values():
-            parallelize_module(layer, mesh["tp"], {"wide": ColwiseParallel(output_layouts=Replicate())})
-        wrap(model, [model], mesh, "z3")
-    else:
-        wrap(model, [model], mesh, mode)
+    wrap(model, [model], mesh, mode)
     optimizer = dmuon.Muon(model, **({"predicate": is_matrix} if mode == "sharded" else {}))
     model(dense_batch(0, width=64)).square().mean().backward()
     optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.optim.clip_global import muon_optimizer
 from dmuon_hf.core.optim.gradients import copies_of, local_tensor
 from dmuon_hf.core.optim.norms import weighted_norm_power
 
@@ -25,14 +27,16 @@ def clip_total_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    optimizer: Any = None,
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for parameters that are not all on one mesh, which torch refuses.
 
     Tensor parallelism beside what only FSDP2 shards, expert-parallel stacks, owned, sharded and plain parameters: the
     norm is that of the whole gradients, every element counted once, and the same on every rank. Plain gradients are
     taken to be alike on all ranks, as under DDP. Every rank calls it with the parameters of its model, all of which lie
-    on meshes that it is part of (so not pipeline stages); one small reduction for each mesh. Does not wait for the
-    device unless ``error_if_nonfinite``.
+    on meshes that it is part of; one small reduction for each mesh. Does not wait for the device unless
+    ``error_if_nonfinite``.
 
     Args:
         parameters: All of them, or one.
@@ -40,6 +44,8 @@ def clip_total_grad_norm_(
         norm_type: ``p > 0``, or infinity.
         error_if_nonfinite: Raise, on every rank, if the norm is infinite or NaN.
         foreach: As of torch: ``False`` takes one tensor at a time.
+        optimizer: The ``Muon(agreement_group=...)`` of this stage of a pipeline, or a wrapper of it: the norm is then
+            that over all stages, which take part with one reduction more.
 
     Returns:
         The norm before clipping, a plain scalar tensor.
@@ -57,9 +63,11 @@ def clip_total_grad_norm_(
             mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(param)
     norms = [_norm_of(mesh, [_grad(p) for p in params], norm_type, foreach) for mesh, params in by_mesh.items()]
-    if not norms:
-        return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total = torch.tensor(0.0)
+    if norms:
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if optimizer is not None:
+        total = muon_optimizer(optimizer).stages.norm(total, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. With "

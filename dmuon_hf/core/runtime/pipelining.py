@@ -114,8 +114,7 @@ class _Part:
             raise NotImplementedError(
                 "a schedule that splits backward into one for inputs and one for weights (zero bubble) takes gradients "
                 "of weights past autograd's hooks, which reduce those of dedicated parameters: use ScheduleGPipe, "
-                "Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS, or leave dedicate_params out and select "
-                "matrices with Muon(predicate=...)"
+                "Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
             )
         with contextlib.ExitStack() as stack:
             for backward, units in self.units.items():
