@@ -272,6 +272,45 @@ def test_rows_that_change_beside_whole_weights_are_gathered_again(mode: str) -> 
         assert loss == pytest.approx(float(torch.log(torch.tensor(float(vocabulary)))), rel=1e-4)
 
 
+def penalise(rank: int, world: int, how: str) -> dict[str, Any]:
+    model, _ = prepare(pure("z3"), world)
+    head = dict(model.named_parameters())["head.weight"]
+    penalty = head.square().sum() if how == "statistic" else head.full_tensor().square().sum()
+    penalty.backward()
+    assert torch.equal(head, head.detach().clone()) and float(head.max()) >= float(head.mean())
+    return {
+        "penalty": float(penalty.detach()),
+        "grad": head.grad.full_tensor(),
+        "norm": float(head.norm().full_tensor()),
+    }
+
+
+@pytest.mark.parametrize("how", ["statistic", "full_tensor"])
+def test_penalty_on_a_parameter_in_rows_reaches_the_gradient_of_all_rows(how: str) -> None:
+    weight = make_model("uneven").head.weight.detach()  # type: ignore[union-attr]
+    for found in run_ranks(penalise, 3, how):
+        assert found["penalty"] == pytest.approx(float(weight.square().sum()), rel=1e-5)
+        assert found["norm"] == pytest.approx(float(weight.norm()), rel=1e-5)
+        torch.testing.assert_close(found["grad"], 2 * weight)
+
+
+def in_bfloat16(rank: int, world: int) -> tuple[Any, ...]:
+    options = {**ROWS, "compute_dtype": torch.bfloat16}
+    run = Run("z3", "mlp", pure=True, dedicate=options)
+    model, optimizer = prepare(run, world)
+    seen: list[torch.dtype] = []
+    model.head.register_forward_pre_hook(lambda module, *_: seen.append(module.weight.dtype))  # type: ignore[union-attr]
+    part = models.rank_part(models.dense_batch(0, batch=8), rank, world).bfloat16()
+    model(part).float().square().mean().backward()
+    optimizer.step()
+    head = dict(model.named_parameters())["head.weight"]
+    return seen[0], head.dtype, head.grad.dtype, bool(head.isfinite().all())
+
+
+def test_rows_are_kept_in_full_and_gathered_in_the_compute_dtype() -> None:
+    assert run_ranks(in_bfloat16, 2) == [(torch.bfloat16, torch.float32, torch.float32, True)] * 2
+
+
 def from_source(rank: int, world: int, how: str) -> bool:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     with torch.device("meta" if how == "meta" or rank != 1 else "cpu"):

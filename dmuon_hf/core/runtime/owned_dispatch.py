@@ -81,9 +81,10 @@ def _undefined(what: OpOverload | str, tensor: OwnedTensor) -> str:
     if origin is not None:
         where = "the model" if origin.unit == "(root)" else f"block {origin.unit!r}"
         block = f"use it inside of the forward of {where}, which gathers it, or between unshard() and reshard() of it; "
+    where, there = ("in rows on all ranks", "of each rank") if tensor.owner < 0 else ("on one rank", "on the owner")
     return (
-        f"{what} is not defined on {subject}: its values lie on one rank. To go on: {block}gather it with "
-        "tensor.full_tensor(), which is differentiable; or work on tensor.to_local() on the owner"
+        f"{what} is not defined on {subject}: its values lie {where}. To go on: {block}gather it with "
+        f"tensor.full_tensor(), which is differentiable; or work on tensor.to_local() {there}"
     )
 
 
@@ -266,8 +267,16 @@ def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A statistic of the whole tensor: the owner computes it and broadcasts one element. A collective."""
+    """A statistic of the whole tensor: the owner computes it and broadcasts one element. A collective.
+
+    What has no owner is gathered for it, so that the number does not depend on how many ranks there are.
+    """
     tensor = args[0]
+    if tensor.owner < 0:
+        value = func(_gathered(tensor), *args[1:], **kwargs)
+        if value.numel() != 1:
+            raise NotImplementedError(_undefined(f"{func} along single dimensions", tensor))
+        return _as_scalar(value, tensor)
     _require_whole(func, tensor)
     outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
     if outline.numel() != 1:
@@ -275,7 +284,16 @@ def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     local = tensor._local_tensor
     value = func(local, *args[1:], **kwargs) if tensor.is_owner else local.new_empty(outline.shape, dtype=outline.dtype)
     broadcast_from_owner(value, tensor.device_mesh, tensor._ownership)
+    return _as_scalar(value, tensor)
+
+
+def _as_scalar(value: torch.Tensor, tensor: OwnedTensor) -> DTensor:
     return OwnedScalar.of(value, tensor.device_mesh) if value.ndim == 0 else replicated(value, tensor.device_mesh)
+
+
+def _gathered(tensor: OwnedTensor) -> torch.Tensor:
+    """The whole of a tensor without an owner. A collective."""
+    return DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False).full_tensor()
 
 
 def _require_whole(func: OpOverload, tensor: OwnedTensor) -> None:
@@ -289,6 +307,8 @@ def _require_whole(func: OpOverload, tensor: OwnedTensor) -> None:
 def _compare(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """``torch.equal`` and ``torch.allclose`` of owned tensors, decided by their owner. A collective."""
     reference = next(tensor for tensor in args if _owned(tensor))
+    if reference.owner < 0:
+        return bool(func(*(_gathered(value) if _owned(value) else value for value in args), **kwargs))
     _require_whole(func, reference)
     local = [_local_argument(func, value, reference) for value in args]
     verdict = torch.zeros((), dtype=torch.uint8, device=reference._local_tensor.device)
