@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.core.covering import ranks_of
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.lockstep import monitor_of
 from dmuon_hf.core.optim.binding import is_dedicated, runtime_with_matrices
 from dmuon_hf.core.optim.columns import ColumnPolicy
 from dmuon_hf.core.optim.groups import trainable_parameters
@@ -97,7 +98,8 @@ def sources_of(model: nn.Module, selection: Selection) -> tuple[OptimizerRuntime
                 f"{sorted(beyond)} too, where no matrix has its owner: dedicate nothing, and select all in "
                 "Muon(predicate=...)"
             )
-        beside = ShardedSource(chosen, mesh=runtime.topology.mesh)
+        monitor = monitor_of(runtime.topology.ranks or ())
+        beside = ShardedSource(chosen, mesh=runtime.topology.mesh, monitor=monitor)
         return runtime, (OwnedSource(runtime, selection.forced, selection.columns), beside)
     chosen = selection.matrices(model)
     if not chosen:
