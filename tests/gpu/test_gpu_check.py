@@ -25,9 +25,7 @@ def run_script(*arguments: str, directory: Path = ROOT, path: str = "") -> subpr
 
 
 def test_every_section_runs_on_a_cpu_from_any_directory(tmp_path):
-    done = run_script(
-        "--device", "cpu", "--tiny", "--apart", "--seconds", "3600", "--json", "check.json", directory=tmp_path
-    )
+    done = run_script("--device", "cpu", "--tiny", "--seconds", "3600", "--json", "check.json", directory=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads((tmp_path / "check.json").read_text())["sections"]
     checks = {name: section["checks"] for name, section in sections.items()}

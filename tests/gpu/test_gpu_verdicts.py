@@ -129,7 +129,8 @@ def test_kernel_package_that_breaks_on_import_does_not_stop_the_check(monkeypatc
     assert found["versions"]["torch"] is not None
 
 
-def test_section_apart_gives_the_report_of_its_process(capfd):
+def test_section_apart_gives_the_report_of_its_process_from_any_directory(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     found = gpu_check.run_apart("CUDA graphs against eager calls", OPTIONS, remaining=3600.0)
     assert found["left_out"] == ["CUDA graphs need a CUDA GPU"]
     assert found["failures"] == []
