@@ -100,7 +100,8 @@ def _owner(runtime: Runtime | None, name: str) -> str:
     """Coordinate of the owner of a dedicated parameter; empty for others and in a single process."""
     if runtime is None or not runtime.topology.is_distributed or name not in runtime.dedicated:
         return ""
-    return _coordinate(runtime.dedicated[name].owner_rank)
+    dedicated = runtime.dedicated[name]
+    return "all, rows" if dedicated.is_sharded else _coordinate(dedicated.owner_rank)
 
 
 def _specs_in_use(runtime: Runtime | None, optimizer: torch.optim.Optimizer | None) -> dict[str, MatrixSpec] | None:
@@ -148,7 +149,7 @@ def _owned(runtime: Runtime) -> list[str]:
     """What each owner has; of many owners only the least and the most."""
     topology = runtime.topology
     loads: dict[Any, int] = {}
-    for dedicated in runtime.dedicated.values():
+    for dedicated in (matrix for matrix in runtime.dedicated.values() if not matrix.is_sharded):
         loads[dedicated.owner_rank] = loads.get(dedicated.owner_rank, 0) + dedicated.numel
     if len(loads) > _SHOWN_OWNERS:
         owned = [f"{min(loads.values()):,} to {max(loads.values()):,} on {len(loads)} owners"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import transformers as tf
+import re
 
+import transformers as tf
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon_hf.core as dmuon
 from dmuon_hf import create_optimizer, describe
+from tests.harness import run_ranks
 from tests.hf.support import tiny_llama
 
 
@@ -52,6 +57,23 @@ def test_choice_of_the_caller_is_shown_instead_of_the_preset() -> None:
     row = _row(describe(model, optimizer), "model.layers.*.self_attn.k_proj.weight")
     assert row[2] == "adamw"
     assert row[-4:] == ["chosen", "by", "the", "caller"]
+
+
+def describe_rows(rank: int, world: int) -> str:
+    model = tiny_llama()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    overrides = [{"name": "_proj", "set": {"route": "muon"}}, {"name": "lm_head", "set": {"route": "sharded_adamw"}}]
+    policy = {"defaults": {"route": "adamw"}, "overrides": overrides}
+    dmuon.dedicate_params(model, mesh, lambda name, param: True, param_policy=policy)
+    return describe(model, dmuon.Muon(model))
+
+
+def test_parameter_in_rows_has_no_owner() -> None:
+    numel = sum(param.numel() for name, param in tiny_llama().named_parameters() if name != "lm_head.weight")
+    for text in run_ranks(describe_rows, 2):
+        assert {"all,", "rows"} <= set(_row(text, "lm_head.weight"))
+        (owners,) = re.findall(r"elements each: 0: ([\d,]+), 1: ([\d,]+)", text)
+        assert sum(int(count.replace(",", "")) for count in owners) == numel
 
 
 def test_frozen_weight_is_in_no_group() -> None:
