@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from recipe_data import load_blocks
 from recipe_models import load_model
-from recipe_run import checkpoint_of, end, leave, quiet
+from recipe_run import Forecast, announce, checkpoint_of, end, leave, quiet
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import dmuon_hf
@@ -135,6 +135,7 @@ def main() -> int:
         split=data_args.dataset_split,
         column=data_args.text_column,
     )
+    announce(args, f"fine-tuning {model_args.model} on {data_args.dataset}", blocks)
     trainer = Trainer(
         model=model,
         args=args,
@@ -142,7 +143,7 @@ def main() -> int:
         eval_dataset=blocks.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=[ShowPlan()],
+        callbacks=[ShowPlan(), Forecast()],
         optimizers=dmuon_hf.create(
             muon_lr=muon_args.muon_lr,
             adamw_lr=muon_args.adamw_lr,

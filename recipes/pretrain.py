@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from recipe_data import load_blocks
 from recipe_models import byte_tokenizer
-from recipe_run import checkpoint_of, end, leave, quiet
+from recipe_run import Forecast, announce, checkpoint_of, end, leave, quiet
 from transformers import (
     AutoTokenizer,
     HfArgumentParser,
@@ -120,6 +120,7 @@ def main() -> int:
         max_train=sizes.max_train_blocks or None,
         max_held_out=sizes.max_eval_blocks,
     )
+    announce(args, f"pretraining {model.num_parameters() / 1e6:.1f} M parameters on {sizes.dataset}", blocks)
     trainer = Trainer(
         model=model,
         args=args,
@@ -127,6 +128,7 @@ def main() -> int:
         eval_dataset=blocks.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
+        callbacks=[Forecast()],
         optimizers=dmuon_hf.create() if sizes.optimizer == "muon" else (None, None),
     )
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from recipe_data import Blocks
 from safetensors.torch import save_file
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 __all__ = [
+    "Forecast",
+    "announce",
     "checkpoint_of",
     "end",
     "held_out_summary",
@@ -37,6 +42,55 @@ def checkpoint_of(flag: str | None) -> str | bool | None:
     """What `--resume_from_checkpoint` means: a directory, or `True` for the last checkpoint in the output directory."""
     words = {"true": True, "false": False}
     return flag if flag is None else words.get(flag.lower(), flag)
+
+
+def announce(args: TrainingArguments, what: str, blocks: Blocks) -> None:
+    """Say on one rank, before anything slow, what will happen."""
+    if args.process_index:
+        return
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * len(blocks.train) // batch)
+    print(
+        f"{what}: {steps} steps of {batch} x {len(blocks.train[0]['input_ids'])} tokens on {args.world_size} "
+        f"process(es), {len(blocks.held_out)} sequences held out, results in {args.output_dir}; how long it takes is "
+        "said after the second step",
+        flush=True,
+    )
+
+
+class Forecast(TrainerCallback):
+    """Print how long the rest takes, once a step was made that set nothing up any more."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by the Trainer on every rank."""
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by the Trainer on every rank."""
+        if state.is_world_process_zero and state.global_step == 2 < state.max_steps:
+            step = time.perf_counter() - self._started
+            print(f"a step takes {step:.1f} s: about {step * (state.max_steps - 2) / 60:.1f} min to go", flush=True)
+
+
+def plot_losses(trainer: Trainer, output: Path) -> Path | None:
+    """Draw the losses of training and of held-out text into `loss.png`; None without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    from matplotlib.figure import Figure
+
+    # Without pyplot: no window, whatever the machine has.
+    axes = (figure := Figure(figsize=(6, 4))).subplots()
+    for key, label in (("loss", "training"), ("eval_loss", "held out")):
+        points = [(entry["step"], entry[key]) for entry in trainer.state.log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=".", label=label)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(output / "loss.png", dpi=120, bbox_inches="tight")
+    return output / "loss.png"
 
 
 def held_out_summary(trainer: Trainer) -> str:
@@ -95,8 +149,9 @@ def end(trainer: Trainer, output: Path, token_ids: list[int]) -> int:
     reference = save(trainer, output, token_ids)
     status = 0
     if trainer.is_world_process_zero():
+        plot = plot_losses(trainer, output)
         status = check_export(output, reference, tolerance(trainer))
-        print(where_next(output), flush=True)
+        print(where_next(output) + (f"\nthe losses are drawn in {plot}" if plot else ""), flush=True)
     # The launcher stops everybody when one rank fails to end well, so the check comes first.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

@@ -178,7 +178,10 @@ def test_pretraining_lowers_the_loss_and_reopens(tmp_path: Path, experts: str) -
     found = re.search(r"held-out loss: ([\d.]+) at step 0, ([\d.]+) at step 4", output)
     assert found is not None, output[-2000:]
     assert float(found[2]) < float(found[1])
+    assert re.match(r"pretraining 0\.[12] M parameters on stdlib: 4 steps of 16 x 64 tokens on 2 process", output)
+    assert re.search(r"a step takes [\d.]+ s: about [\d.]+ min to go", output)
     assert f"open it with from_pretrained('{tmp_path / 'out'}')" in output
+    assert (tmp_path / "out" / "loss.png").is_file()
 
 
 def test_accelerate_loop_goes_on_where_it_was_saved_on_other_ranks(tmp_path: Path) -> None:
