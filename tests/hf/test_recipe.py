@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from tests.harness import run_ranks
-from tests.hf.support import error_of, fsdp_env
+from tests.hf.support import fsdp_env
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -92,14 +92,8 @@ def _recipe_output(rank: int, world: int, flags: tuple[str, ...]) -> str:
 
 def test_recipe_help_lists_every_group_of_flags() -> None:
     output = run_ranks(_recipe_output, 1, ("--help",), init=False)[0]
-    for flag in ("--model", "--dataset", "--ns_steps", "--learning_rate", "--gradient_accumulation_steps", "--lora"):
+    for flag in ("--model", "--dataset", "--ns_steps", "--learning_rate", "--gradient_accumulation_steps"):
         assert flag in output
-
-
-def test_lora_flag_says_that_it_is_not_built(tmp_path: Path) -> None:
-    flags = ("--model", "tiny", "--lora", "--output_dir", str(tmp_path))
-    (outcome,) = run_ranks(_recipe_output, 1, flags, init=False, expect_failure=True)
-    assert "training LoRA adapters with Muon is not built yet" in error_of(outcome)
 
 
 @pytest.fixture
@@ -182,6 +176,16 @@ def test_pretraining_lowers_the_loss_and_reopens(tmp_path: Path, experts: str) -
     assert re.search(r"a step takes [\d.]+ s: about [\d.]+ min to go", output)
     assert f"open it with from_pretrained('{tmp_path / 'out'}')" in output
     assert (tmp_path / "out" / "loss.png").is_file()
+
+
+@pytest.mark.parametrize(("recipe", "lora"), [("trl_sft.py", "0"), ("trl_sft.py", "4"), ("trl_dpo.py", "4")])
+def test_recipes_with_trl_train_and_save(tmp_path: Path, recipe: str, lora: str) -> None:
+    small = ("--max_steps", "3", "--max_rows", "24", "--max_length", "64", "--per_device_train_batch_size", "2")
+    flags = (*small, "--lora_r", lora, "--output_dir", str(tmp_path / "out"))
+    output = run_ranks(_ended_recipe, 2, recipe, flags, init=False, env=fsdp_env(2))[0]
+    assert re.search(r"loss: [\d.]+ at first, [\d.]+ at last", output)
+    saved = "adapter_model.safetensors" if lora != "0" else "model.safetensors"
+    assert (tmp_path / "out" / saved).is_file()
 
 
 def test_accelerate_loop_goes_on_where_it_was_saved_on_other_ranks(tmp_path: Path) -> None:
