@@ -47,6 +47,11 @@ class GridGroup:
         return f"{self.ranks[0]}-{self.ranks[-1]}-{digest:08x}"
 
     @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """Those of the dimensions, from the outermost to the innermost."""
+        return self._groups
+
+    @property
     def is_fake(self) -> bool:
         """Whether there are no other processes: one rank plans for a large world."""
         return str(dist.get_backend(self._groups[-1])) == "fake"

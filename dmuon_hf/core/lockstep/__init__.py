@@ -6,6 +6,13 @@ leaves says so, and :mod:`.meeting` the place where all ranks meet before a call
 """
 
 from dmuon_hf.core.lockstep.meeting import meet
-from dmuon_hf.core.lockstep.monitor import Channel, LockstepMonitor, monitor_of, monitor_on, note_foreign
+from dmuon_hf.core.lockstep.monitor import (
+    Channel,
+    LockstepMonitor,
+    monitor_in,
+    monitor_of,
+    monitor_on,
+    note_foreign,
+)
 
-__all__ = ["Channel", "LockstepMonitor", "meet", "monitor_of", "monitor_on", "note_foreign"]
+__all__ = ["Channel", "LockstepMonitor", "meet", "monitor_in", "monitor_of", "monitor_on", "note_foreign"]

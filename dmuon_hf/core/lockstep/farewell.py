@@ -12,6 +12,7 @@ seconds after the last Python code of its exit has run.
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing.util
 import os
 import signal
@@ -25,6 +26,8 @@ from typing import Any, Protocol
 import torch.distributed.distributed_c10d as _c10d_module
 
 __all__ = ["guard_exit", "run_exit_handlers", "unguard_exit"]
+
+logger = logging.getLogger(__name__)
 
 _EXIT_GRACE = 30
 # Longer than a call of the store may take.
@@ -45,6 +48,10 @@ class Guarded(Protocol):
 
     def leave(self, what: str, *, raised: bool) -> bool:
         """Tell the peers; whether the exit may block."""
+        ...
+
+    def explain(self, error: BaseException) -> str:
+        """What is known of why this process ends with ``error``."""
         ...
 
 
@@ -107,6 +114,8 @@ def _at_exception(kind: type[BaseException], error: BaseException) -> None:
     if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         return
     _failure = _named(kind, error)
+    for reason in filter(None, [watch.explain(error) for watch in list(_guarded)]):
+        logger.error(reason)
     _leave("")
 
 

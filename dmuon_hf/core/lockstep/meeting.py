@@ -8,16 +8,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.lockstep.farewell import guard_exit
-from dmuon_hf.core.lockstep.monitor import LockstepMonitor
 
-__all__ = ["meet"]
+if TYPE_CHECKING:
+    from dmuon_hf.core.lockstep.monitor import LockstepMonitor
+
+__all__ = ["await_all", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +56,12 @@ def meet(
     try:
         if monitor is not None and monitor.is_open:
             with monitor.meeting(what) as store:
-                _meet(what, store, ranks, check=lambda missing: monitor.check(), timeout=timeout)
+                await_all(what, store, ranks, check=lambda missing: monitor.check(), timeout=timeout)
         else:
             store = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"dmuon_hf/{group.name}", dist.distributed_c10d._get_default_store()
             )
-            _meet(
+            await_all(
                 what,
                 store,
                 ranks,
@@ -73,7 +75,7 @@ def meet(
         ) from error
 
 
-def _meet(
+def await_all(
     what: str,
     store: Any,
     ranks: Sequence[int],
@@ -81,6 +83,10 @@ def _meet(
     check: Callable[[Callable[[], list[int]]], None],
     timeout: timedelta | None,
 ) -> None:
+    """Return when all ``ranks``, global ones, have called this for ``what`` in ``store``.
+
+    ``check``, which is called while some are missing and told how to find out which, raises to give up.
+    """
     # Meetings are numbered per rank; one that gives up does not count it, so that it can come again to the same one.
     me = dist.get_rank()
     number = f"{what}/number/{me}"
@@ -128,6 +134,9 @@ class _Member:
             # A process that makes its group anew, in the same store, is back.
             self._departures += 1
         return False
+
+    def explain(self, error: BaseException) -> str:
+        return ""
 
     def look_for(self, what: str, missing: Callable[[], list[int]]) -> None:
         """Raise if one of the ``missing`` ranks has left the group that this process is in."""

@@ -16,28 +16,35 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_hf.core.errors import LockstepError
 from dmuon_hf.core.grid_group import GridGroup
-from dmuon_hf.core.lockstep.positions import ON_CHANNEL, Position
+from dmuon_hf.core.lockstep.backend import is_backend_failure
+from dmuon_hf.core.lockstep.meeting import await_all
+from dmuon_hf.core.lockstep.order import GroupOrder
+from dmuon_hf.core.lockstep.positions import ON_CHANNEL, disagreement
+from dmuon_hf.core.lockstep.stack import fsdp_module_here
 from dmuon_hf.core.lockstep.watch import LockstepWatch, group_label
 from dmuon_hf.core.mesh import Topology
 
-__all__ = ["Channel", "LockstepMonitor", "monitor_on", "note_foreign"]
+__all__ = ["Channel", "LockstepMonitor", "monitor_in", "monitor_of", "monitor_on", "note_foreign"]
 
 _SLICE = timedelta(seconds=1)
+_PAUSE = 0.05
 _TAIL = 64
 _DIGEST_BITS = 48
 # fp32 holds integers of this many bits exactly.
@@ -101,6 +108,8 @@ class _Waiting:
         monitor = self._monitor
         monitor.waiting_for = self._outer
         monitor.events += 1
+        if error is not None and is_backend_failure(error):
+            raise monitor.lost_peer(error, self._what) from error
 
 
 class LockstepMonitor:
@@ -125,6 +134,9 @@ class LockstepMonitor:
         self.verdict: str | None = None
         self._records = [_Record() for _ in Channel]
         self._foreign: dict[str, _Record] = {}
+        self._meetings: dict[str, _Record] = {}
+        self._groups: dict[Channel, tuple[ProcessGroup, ...]] = {}
+        self._orders: dict[ProcessGroup, GroupOrder] = {}
         self._scopes = [channel.name.lower() for channel in Channel]
         self._topology: Topology | None = None
         self._watch: LockstepWatch | None = None
@@ -153,6 +165,14 @@ class LockstepMonitor:
             for channel in (Channel.SHARD, Channel.REPLICATE):
                 self._scopes[channel] += f" of tensor-parallel rank {topology.tensor.rank}"
         self._watch = LockstepWatch.start(self, topology)
+        if self._watch is not None and topology.device.type == "cpu":
+            groups = {
+                Channel.SHARD: (topology.shard_group,),
+                Channel.REPLICATE: (topology.replicate_group,),
+                Channel.CONTROL: topology.grid.groups,
+            }
+            for channel, found in groups.items():
+                self._groups[channel] = tuple(g for g in found if g is not None and dist.get_world_size(g) > 1)
         _started.append(weakref.ref(self))
 
     def follow(self, outer: LockstepMonitor) -> None:
@@ -178,6 +198,13 @@ class LockstepMonitor:
         tensor = self._topology.tensor
         return mesh == self._topology.mesh or (tensor is not None and mesh == tensor.whole)
 
+    def spans(self, group: ProcessGroup) -> bool:
+        """Whether the host waits for collectives, and all ranks of ``group`` are watched by this monitor."""
+        topology = self._topology
+        if topology is None or topology.grid is None or topology.device.type != "cpu":
+            return False
+        return set(get_process_group_ranks(group)) <= set(topology.grid.ranks)
+
     @property
     def group(self) -> GridGroup | None:
         """All ranks of the model; ``None`` before :meth:`start` and with one rank."""
@@ -188,6 +215,14 @@ class LockstepMonitor:
         """Whether this rank can meet its peers."""
         return self._watch is not None and self._watch.is_open
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LockstepMonitor:
+        """The same one, for copies of parts of a model; a copy has no ranks of its own."""
+        return self
+
+    def __reduce__(self) -> tuple[type[LockstepMonitor], tuple[()]]:
+        """One that watches nothing, for a part of a model that is pickled."""
+        return LockstepMonitor, ()
+
     def close(self) -> None:
         """Stop the daemon thread. Safe to call twice; also happens when the monitor or the process group is gone."""
         if self._watch is not None:
@@ -197,10 +232,55 @@ class LockstepMonitor:
     # -- the main thread's notes --------------------------------------------------------------------------------------
 
     def issue(self, channel: Channel, what: str) -> None:
-        """Note that the collective called ``what`` is issued. About 1 us."""
+        """Note that the collective called ``what`` is about to be issued. About 1 us.
+
+        Raises:
+            LockstepError: The ranks are known to have diverged ([Note: a rank asks before it leaves the order]).
+        """
+        for group in self._groups.get(channel, ()):
+            self.before(group, what)
         self._records[channel].add(what)
         self.thread = threading.get_ident()
         self.events += 1
+
+    def before(self, group: ProcessGroup, what: str) -> None:
+        """Ask before leaving the order of ``group``: see [Note: a rank asks before it leaves the order].
+
+        Raises:
+            LockstepError: The ranks are known to have diverged.
+        """
+        if self._groups and self.is_open:
+            order = self._orders.get(group) or self._orders.setdefault(group, self._order_on(group))
+            order.before(what)
+
+    def _order_on(self, group: ProcessGroup) -> GroupOrder:
+        watch, label, ranks = self._watch, group_label(group), get_process_group_ranks(group)
+        assert watch is not None
+        # There from the start: what one rank has and another lacks, they do not take part in together.
+        self._meetings[f"order of {label}"] = _Record()
+
+        def meet(what: str, expected: str) -> None:
+            if module := fsdp_module_here():
+                what = f"{what.partition(' of ')[0]} of {module}"
+            what = f"{what} in place of {expected}"
+            with self.meeting(what, f"order of {label}") as store:
+                await_all(what, store, ranks, check=lambda missing: self.check(), timeout=None)
+
+        def refuse(number: int, mine: str, rank: int, theirs: str) -> NoReturn:
+            self._refuse(disagreement(number, label, {rank: theirs, watch.rank: mine}))
+
+        store = watch.store(f"order/{label}")
+        return GroupOrder(store, rank=watch.rank, first=ranks[0] == dist.get_rank(), meet=meet, refuse=refuse)
+
+    def _refuse(self, verdict: str) -> NoReturn:
+        """Raise on every rank, here when they have had time to read why."""
+        assert self._watch is not None
+        self._watch.declare(verdict)
+        with self.at("all ranks to read why they end"):
+            while self.is_open:
+                self.check()
+                time.sleep(_PAUSE)
+        raise LockstepError(verdict)
 
     def note(self, group: str, what: str) -> None:
         """Note a collective of somebody else's on a process group, named alike on all its ranks. About 1 us.
@@ -214,10 +294,14 @@ class LockstepMonitor:
         """Context in which this rank waits for other ranks: ``with monitor.at("gather of unit x"): ...``."""
         return _Waiting(self, what)
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, what: str = "") -> None:
         """Wait for a work handle, as long as it takes or until the ranks are known to have diverged.
 
         On the CPU the host waits; on an accelerator the current stream does, and nothing is raised here.
+
+        Args:
+            work: The handle.
+            what: Its name for the error, by default what :meth:`at` says.
 
         Raises:
             LockstepError: The ranks diverged, or a peer is gone.
@@ -225,13 +309,10 @@ class LockstepMonitor:
         if self._topology is None or self._topology.device.type != "cpu":
             work.wait()
             return
-        while not _arrived(work):
-            if work.is_completed():
-                # It failed, or ended together with the slice: another wait tells.
-                failure = _failure(work)
-                if failure is None:
-                    return
-                raise LockstepError(self._lost_peer(failure)) from failure
+        while (failure := _wait_a_slice(work)) is not None:
+            # Some handles of gloo (of a reduce-scatter) never count as completed: what they raise tells.
+            if is_backend_failure(failure) or (work.is_completed() and (failure := _wait_a_slice(work)) is not None):
+                raise self.lost_peer(failure, what or self.waiting_for) from failure
             self.check()
 
     def check(self) -> None:
@@ -242,19 +323,20 @@ class LockstepMonitor:
             raise LockstepError(verdict)
 
     @contextlib.contextmanager
-    def meeting(self, what: str) -> Iterator[Any]:
+    def meeting(self, what: str, among: str = "") -> Iterator[Any]:
         """Context in which this rank waits for all others to come to ``what``; gives the store to meet in.
 
-        What an exception leaves unfinished counts as never issued, so that the ranks can meet again.
+        What an exception leaves unfinished counts as never issued, so that the ranks can meet again. ``among`` names
+        other ranks than all of the model, whose meetings are counted for themselves.
 
         Raises:
             LockstepError: The ranks cannot meet any more.
         """
         assert self._watch is not None
         store = self._watch.meeting_place(what)
-        record = self._records[Channel.CONTROL]
+        record = self._meetings[among] if among else self._records[Channel.CONTROL]
         count, digest, tail = record.count, record.digest, record.tail.copy()
-        self.issue(Channel.CONTROL, what)
+        record.add(what)
         try:
             with self.at(what):
                 yield store
@@ -288,6 +370,8 @@ class LockstepMonitor:
             LockstepError: On every rank, if some have gathered or reduced other units since the model was dedicated.
         """
         self.step += 1
+        for order in self._orders.values():
+            order.end_step()
         if agreed.numel() == 0:
             return
         most, least_negated = agreed.cpu().view(2, -1)
@@ -308,23 +392,25 @@ class LockstepMonitor:
     def counts(self) -> dict[str, int]:
         """How many collectives the program has issued, by channel of the runtime and by FSDP2 on its groups."""
         own = {ON_CHANNEL + scope: record.count for scope, record in zip(self._scopes, self._records, strict=True)}
-        return own | {f"of FSDP2 on {group}": record.count for group, record in self._foreign.copy().items()}
+        others = {f"of FSDP2 on {group}": record for group, record in self._foreign.copy().items()}
+        others |= {f"in meetings about the {among}": record for among, record in self._meetings.copy().items()}
+        return own | {where: record.count for where, record in others.items()}
 
     def record(self) -> dict[str, tuple[int, Sequence[str]]]:
         """By channel and by group of others, how many collectives were issued and the last of them."""
         # A copy in one call: the main thread may add a group meanwhile.
-        records = {**dict(zip(self._scopes, self._records, strict=True)), **self._foreign.copy()}
+        own = dict(zip(self._scopes, self._records, strict=True))
+        records = {**own, **self._foreign.copy(), **self._meetings.copy()}
         return {scope: (record.count, tuple(record.tail)) for scope, record in records.items()}
 
-    def _lost_peer(self, failure: RuntimeError) -> str:
-        verdict = self._watch.known_verdict() if self._watch is not None else None
-        if verdict is not None:
-            return verdict
-        ended: list[Position] = self._watch.ended() if self._watch is not None else []
-        reasons = "; ".join(f"rank {p.rank} {p.describe()}" for p in ended)
-        return (
-            f"a peer was lost while this rank waited for {self.waiting_for or 'a collective'} (step {self.step}): "
-            f"{reasons or 'no rank has said why it ended, so it was killed or crashed; look at its log'}. "
+    def lost_peer(self, failure: BaseException, what: str) -> LockstepError:
+        """The error for a failure of the backend: with the reason why, if some rank has said it."""
+        reason = self._watch.known_reason() if self._watch is not None else None
+        if reason is not None and reason.is_verdict:
+            return LockstepError(reason.text)
+        said = reason.text if reason else "no rank has said why it ended, so it was killed or crashed; look at its log"
+        return LockstepError(
+            f"a peer was lost while this rank waited for {what or 'a collective'} (step {self.step}): {said}. "
             f"The backend says: {failure}"
         )
 
@@ -349,6 +435,15 @@ def monitor_of(ranks: Sequence[int]) -> LockstepMonitor | None:
     return None
 
 
+def monitor_in(group: ProcessGroup) -> LockstepMonitor | None:
+    """A living monitor of a model on the ranks of ``group`` among others, on the CPU; ``None`` without one."""
+    for reference in _started:
+        monitor = reference()
+        if monitor is not None and monitor.is_open and monitor.spans(group):
+            return monitor
+    return None
+
+
 def note_foreign(group: ProcessGroup, what: str) -> None:
     """Have every monitor of this process note a collective that the runtime does not issue itself."""
     for reference in _started:
@@ -357,17 +452,8 @@ def note_foreign(group: ProcessGroup, what: str) -> None:
             monitor.note(group_label(group), what)
 
 
-def _arrived(work: Any) -> bool:
-    """Wait one slice; whether the operation succeeded. Running out of time leaves the operation alone."""
-    try:
-        work.wait(_SLICE)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _failure(work: Any) -> RuntimeError | None:
-    """The error of an operation that has ended, ``None`` if it succeeded."""
+def _wait_a_slice(work: Any) -> RuntimeError | None:
+    """Why the operation has not succeeded, ``None`` if it has. Running out of time leaves the operation alone."""
     try:
         work.wait(_SLICE)
     except RuntimeError as error:

@@ -32,7 +32,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["MIXED_PATIENCE", "ON_CHANNEL", "ON_GROUP", "UNNAMED", "Position", "State", "find_divergence", "summary"]
+__all__ = [
+    "MIXED_PATIENCE",
+    "ON_CHANNEL",
+    "ON_GROUP",
+    "UNNAMED",
+    "Position",
+    "State",
+    "disagreement",
+    "find_divergence",
+    "summary",
+]
 
 State = Literal["waits", "busy", "ended"]
 
@@ -156,11 +166,17 @@ def _different_records(positions: Sequence[Position]) -> str | None:
             difference = _first_difference(first.record[channel], other.record[channel])
             if difference is not None:
                 number, here, there = difference
-                return (
-                    f"ranks disagree about collective number {number} on channel {channel}: rank {first.rank} issued "
-                    f"the {here}, rank {other.rank} the {there}{_places(positions)}. {_ADVICE}"
-                )
+                return disagreement(number, channel, {first.rank: here, other.rank: there}, _places(positions))
     return None
+
+
+def disagreement(number: int, channel: str, issued: Mapping[int, str], places: str = "") -> str:
+    """The sentence that says what two ranks issued, or were about to, as the same collective of ``channel``."""
+    (rank, what), (other, differs) = issued.items()
+    return (
+        f"ranks disagree about collective number {number} on channel {channel}: rank {rank} issued the {what}, rank "
+        f"{other} the {differs}{places}. {_ADVICE}"
+    )
 
 
 def _first_difference(

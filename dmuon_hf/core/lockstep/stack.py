@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Sample", "sample_thread"]
+__all__ = ["Sample", "fsdp_module_here", "sample_thread"]
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
@@ -31,6 +32,8 @@ _COLLECTIVE = tuple(
         "fsdp/_fully_shard/_fsdp_param.py",
     )
 )
+# Where this package waits, in slices, for what FSDP2 has issued: not where the thread stands.
+_WAITS = tuple(_PACKAGE + name for name in ("core/lockstep/monitor.py", "core/runtime/fsdp_waits.py"))
 _C10D = _TORCH + "distributed/distributed_c10d.py"
 _FSDP = _TORCH + "distributed/fsdp/"
 _DTENSOR = _TORCH + "distributed/tensor/"
@@ -60,7 +63,7 @@ def sample_thread(thread: int, *, depth: int = 2) -> Sample | None:
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return None
-    frames = list(_outwards(innermost))
+    frames = list(dropwhile(lambda frame: frame.f_code.co_filename in _WAITS, _outwards(innermost)))
     operation = _operation(frames)
     own = [frame for frame in frames if not frame.f_code.co_filename.startswith((_TORCH, _PACKAGE, "<"))]
     return Sample(
@@ -99,7 +102,12 @@ def _fsdp_operation(frames: list[FrameType]) -> str:
     return "FSDP2 gradient reduction" if names & {"post_backward", "foreach_reduce"} else "FSDP2 all-gather"
 
 
-def _fsdp_module(frames: list[FrameType]) -> str:
+def fsdp_module_here() -> str:
+    """Path of the module for which FSDP2 calls the caller; empty outside of FSDP2."""
+    return _fsdp_module(_outwards(sys._getframe(1)))
+
+
+def _fsdp_module(frames: Iterable[FrameType]) -> str:
     """Path of the module whose FSDP2 parameter group is on the stack, from the locals of a thread that stands still."""
     for frame in frames:
         if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):

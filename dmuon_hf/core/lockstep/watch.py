@@ -11,13 +11,14 @@ import time
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.errors import ConfigurationError, LockstepError
 from dmuon_hf.core.grid_group import GridGroup
+from dmuon_hf.core.lockstep.backend import is_backend_failure
 from dmuon_hf.core.lockstep.farewell import guard_exit, run_exit_handlers, unguard_exit
 from dmuon_hf.core.lockstep.positions import (
     MIXED_PATIENCE,
@@ -55,6 +56,14 @@ _END = "has come to the end of its main thread"
 
 # How many runtimes were watched on each set of ranks: names the keys of one runtime in the store.
 _watched: dict[tuple[int, ...], int] = {}
+
+
+class Reason(NamedTuple):
+    """Why a peer is gone."""
+
+    text: str
+    is_verdict: bool
+    """Whether it is a proof that the ranks diverged, rather than what a rank ended with."""
 
 
 class LockstepWatch:
@@ -129,7 +138,21 @@ class LockstepWatch:
                 f"rank {self._host_left.rank} {self._host_left.describe()}, so {what} cannot be called any more: all "
                 "ranks have to call it before any of them leaves"
             )
-        return dist.PrefixStore("meeting", self._store)  # type: ignore[attr-defined]
+        return self.store("meeting")
+
+    @property
+    def rank(self) -> int:
+        """What messages call this process: its global rank."""
+        return self._rank
+
+    def store(self, prefix: str) -> Any:
+        """A part of the job's store that is this model's alone."""
+        return dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
+
+    def declare(self, verdict: str) -> None:
+        """Tell all ranks, which raise it, that the ranks are known to have diverged, unless some rank has said how."""
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set("verdict", "", verdict)
 
     def leave(self, what: str, *, raised: bool) -> bool:
         """Tell the others that this process leaves; whether its exit may block in collectives that are stuck.
@@ -156,18 +179,21 @@ class LockstepWatch:
                 return
             time.sleep(0.01)
 
-    def known_verdict(self) -> str | None:
-        """What some rank has proven, if the store still answers."""
+    def known_reason(self) -> Reason | None:
+        """What some rank has proven, or what those that ended have said, if the store still answers."""
         with contextlib.suppress(RuntimeError):
-            return self._read_verdict(judge=False)
-        return None
+            verdict = self._read_verdict(judge=False)
+            if verdict is not None:
+                return Reason(verdict, is_verdict=True)
+        ended = [self._host_left] if self._host_left is not None else []
+        with contextlib.suppress(RuntimeError):
+            ended = [position for position in self._positions() if position.state == "ended"] or ended
+        return Reason("; ".join(f"rank {p.rank} {p.describe()}" for p in ended), is_verdict=False) if ended else None
 
-    def ended(self) -> list[Position]:
-        """The ranks that have said that they ended."""
-        try:
-            return [position for position in self._positions() if position.state == "ended"]
-        except RuntimeError:
-            return []
+    def explain(self, error: BaseException) -> str:
+        """Why a backend failed, for the log of a process that ends with that; empty if it did not or nobody knows."""
+        reason = self.known_reason() if is_backend_failure(error) and self.is_open else None
+        return f"rank {self._rank}: {reason.text}" if reason else ""
 
     def difference(self) -> str | None:
         """How the ranks' records differ. Every rank calls it; waits a few seconds for late ones."""
@@ -273,7 +299,7 @@ class LockstepWatch:
             return str(self._store.get("verdict").decode())
         verdict = find_divergence(self._positions(), limit=self._limit) if judge else None
         if verdict is not None:
-            self._store.set("verdict", verdict)
+            self.declare(verdict)
         return verdict
 
     def _is_still(self, monitor: LockstepMonitor) -> bool:

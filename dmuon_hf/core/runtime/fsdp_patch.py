@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as _fsdp_collectives
 import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as _param_group_module
 import torch.distributed.fsdp._fully_shard._fsdp_state as _fsdp_state
@@ -24,7 +25,8 @@ from dmuon_hf.core.runtime.compiling import untraced_once_called
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_grads import follow_requires_grad, refuse_converted
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
-from dmuon_hf.core.runtime.fsdp_units import group_hooks
+from dmuon_hf.core.runtime.fsdp_units import group_hooks, monitor_of_part
+from dmuon_hf.core.runtime.fsdp_waits import WatchedCollectives, awaiting_gathers
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.schedule import BackwardPass, graph_task
 from dmuon_hf.core.runtime.unit import Unit
@@ -46,9 +48,9 @@ def install_patch() -> None:
 
     ``fully_shard`` skips them; the public methods of ``FSDPModule`` and ``register_fsdp_forward_method`` act on them
     (:mod:`fsdp_methods`); the containers of a caller stay its own (:mod:`fsdp_inputs`); FSDP2's gathers and reductions
-    are noted for the comparison of ranks that wait for each other; ranks meet before one of them differs; the end of a
-    pass that a pipeline schedule calls for reduces owned gradients too; and FSDP2's refusal of weights on meta is
-    worded as the runtime does its own.
+    are noted for the comparison of ranks that wait for each other, and waited for as the runtime's own
+    (:mod:`fsdp_waits`); ranks meet before one of them differs; the end of a pass that a pipeline schedule calls for
+    reduces owned gradients too; and FSDP2's refusal of weights on meta is worded as the runtime does its own.
     """
     if _replaced:
         return
@@ -68,6 +70,9 @@ def install_patch() -> None:
     _replace(group, "post_backward", _after(check_reduced, group.post_backward))
     _replace(_fsdp_param_group, "foreach_all_gather", _noting_gathers(_fsdp_param_group.foreach_all_gather))
     _replace(_fsdp_param_group, "foreach_reduce", _noting_reductions(_fsdp_param_group.foreach_reduce))
+    gathered = _fsdp_param_group.foreach_all_gather_copy_out
+    _replace(_fsdp_param_group, "foreach_all_gather_copy_out", awaiting_gathers(gathered))
+    _replace(_fsdp_collectives, "dist", WatchedCollectives())
     _replace(FSDPParam, "to_sharded", _following_requires_grad(FSDPParam.to_sharded))
 
 
@@ -82,7 +87,7 @@ def uninstall_patch() -> None:
             setattr(owner, name, original)
 
 
-def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+def _replace(owner: Any, name: str, replacement: Any) -> None:
     _replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, replacement)
 
@@ -162,7 +167,7 @@ def _reducing_what_was_kept(original: Callable[[Any], None]) -> Callable[[Any], 
 def _noting_gathers(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     def foreach_all_gather(fsdp_params: list[Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         refuse_converted(fsdp_params)
-        note_foreign(group, f"FSDP2 all-gather of {_subject(fsdp_params)}")
+        _note(group, "FSDP2 all-gather", fsdp_params)
         return all_gather(fsdp_params, group, *args, **kwargs)
 
     return foreach_all_gather
@@ -182,13 +187,17 @@ def _noting_reductions(reduce: Callable[..., Any]) -> Callable[..., Any]:
         fsdp_params: list[Any], grads: list[Any], group: ProcessGroup | None, *args: Any, **kwargs: Any
     ) -> Any:
         if group is not None:
-            note_foreign(group, f"FSDP2 gradient reduction of {_subject(fsdp_params)}")
+            _note(group, "FSDP2 gradient reduction", fsdp_params)
         return reduce(fsdp_params, grads, group, *args, **kwargs)
 
     return foreach_reduce
 
 
-def _subject(fsdp_params: list[Any]) -> str:
-    """What FSDP2 gathers or reduces, by the first of its parameters."""
+def _note(group: ProcessGroup, kind: str, fsdp_params: list[Any]) -> None:
+    """Have the monitors know what FSDP2 is about to gather or reduce, by the first of its parameters."""
     name = getattr(fsdp_params[0], "_param_fqn", None)
-    return f"{name} and what is with it" if name else "its parameters"
+    what = f"{kind} of {name} and what is with it" if name else f"{kind} of its parameters"
+    monitor = monitor_of_part(fsdp_params[0]._module_info.module)
+    if monitor is not None:
+        monitor.before(group, what)
+    note_foreign(group, what)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
+    from dmuon_hf.core.lockstep import LockstepMonitor
     from dmuon_hf.core.runtime.hooks import UnitHooks
     from dmuon_hf.core.runtime.runtime import Runtime
     from dmuon_hf.core.runtime.unit import Unit
@@ -18,6 +19,7 @@ __all__ = [
     "group_units",
     "hooks_below",
     "in_dedicated_model",
+    "monitor_of_part",
     "note_root",
     "note_unit",
     "runtimes_below",
@@ -41,7 +43,13 @@ def note_root(root: nn.Module, runtime: Runtime) -> None:
     """Let :func:`runtimes_below` find the runtime from the module that was dedicated."""
     root.__dict__[_ROOT] = runtime
     for part in root.modules():
-        part.__dict__[_PART] = True
+        part.__dict__[_PART] = runtime.context.monitor
+
+
+def monitor_of_part(module: nn.Module) -> LockstepMonitor | None:
+    """The monitor of the model with owned weights that ``module`` was a part of when it was dedicated."""
+    monitor: LockstepMonitor | None = module.__dict__.get(_PART)
+    return monitor
 
 
 def in_dedicated_model(asker: Any, modules: Iterable[nn.Module]) -> bool:

@@ -92,9 +92,9 @@ class UnitWeights:
             return
         else:
             self.wait()
+        self._context.monitor.issue(Channel.SHARD, f"gather of unit {self.name}")
         self._machine.to(WeightState.GATHERING)
         self._versions = versions
-        self._context.monitor.issue(Channel.SHARD, f"gather of unit {self.name}")
         with record_function(f"dmuon::gather {self.name}"), self._profiled_gather():
             self._gather = self.placement.gather(self.buffer, versions)
 
