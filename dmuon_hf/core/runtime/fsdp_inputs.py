@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from dmuon_hf.core.runtime.fsdp_units import in_dedicated_model
+from dmuon_hf.core.runtime.schedule import graph_task
 from dmuon_hf.core.runtime.watch import Inputs
 
-__all__ = ["bringing_back", "casting", "watching"]
+__all__ = ["bringing_back", "casting", "forget_uses", "watching"]
 
 Arguments = tuple[Any, Any]
 _COPIES = "_dmuon_copies"
+# Forwards of a group since its last backward.
+_USES = "_dmuon_uses"
 
 
 def casting(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
@@ -115,16 +118,25 @@ def _rebuilt(value: Any, keys: list[Any], children: list[Any]) -> Any:
     return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
 
 
+def forget_uses(group: Any) -> None:
+    """Before ``FSDPParamGroup.post_backward``, with which every pass through the module ends."""
+    group.__dict__[_USES] = 0
+
+
 def watching(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
     """In place of ``FSDPParamGroup._register_post_backward_hook``.
 
     FSDP2 learns that autograd has left the module from the tensors that are arguments themselves; without any that
-    require a gradient, from hooks on those in containers (see [Note: leaving a module] in watch.py).
+    require a gradient, from hooks on those in containers (see [Note: leaving a module] in watch.py). After several
+    forwards it cannot tell which is left last, as where one reads what another put into a cache: the end of the pass
+    tells.
     """
 
     def register_post_backward_hook(group: Any, args: Any, kwargs: Any) -> Arguments:
         if not torch.is_grad_enabled() or not in_dedicated_model(group, group.modules):
             return original(group, args, kwargs)
+        if graph_task() == -1:
+            group.__dict__[_USES] = group.__dict__.get(_USES, 0) + 1
         bare = tuple(value if isinstance(value, Tensor) else None for value in args)
         named = {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
         if any(value is not None and value.requires_grad for value in (*bare, *named.values())):
@@ -133,7 +145,7 @@ def watching(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
             return merged, {**kwargs, **watched_named}
 
         def on_leave(grad: Tensor) -> None:
-            if group._training_state is TrainingState.PRE_BACKWARD:
+            if group._training_state is TrainingState.PRE_BACKWARD and group.__dict__[_USES] == 1:
                 group.post_backward()
 
         Inputs(args, kwargs).on_leave(on_leave)

@@ -67,7 +67,7 @@ def install_patch() -> None:
     _replace(state, _FINAL_CALLBACK, _reducing_what_was_kept(getattr(state, _FINAL_CALLBACK)))
     _replace(group, "_validate_no_meta_params", _naming_meta(group._validate_no_meta_params))
     _replace(group, "_backward_prefetch", _after(check_order, group._backward_prefetch))
-    _replace(group, "post_backward", _after(check_reduced, group.post_backward))
+    _replace(group, "post_backward", _after(check_reduced, _after(fsdp_inputs.forget_uses, group.post_backward)))
     _replace(_fsdp_param_group, "foreach_all_gather", _noting_gathers(_fsdp_param_group.foreach_all_gather))
     _replace(_fsdp_param_group, "foreach_reduce", _noting_reductions(_fsdp_param_group.foreach_reduce))
     gathered = _fsdp_param_group.foreach_all_gather_copy_out

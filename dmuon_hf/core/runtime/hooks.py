@@ -72,8 +72,8 @@ class UnitHooks:
             for tensor in inputs.made_since(output):
                 tensor.register_hook(hook)
             inputs.on_passed(output, self._on_passed_hook)
-            # What the module left in its arguments: losses, caches, hidden states. FSDP2 looks at outputs only.
-            for tensor in inputs.made_since(args, kwargs):
+            # What the module left in its arguments or on itself: losses, caches, hidden states. FSDP2 looks at outputs.
+            for tensor in inputs.made_since(args, kwargs, _kept_by(module)):
                 tensor.register_hook(hook)
                 if isinstance(module, FSDPModule):
                     tensor.register_hook(module._get_fsdp_state()._pre_backward)
@@ -120,6 +120,11 @@ class UnitHooks:
             hooks.unit.grads.arrived(i)
 
         return hook
+
+
+def _kept_by(module: nn.Module) -> list[Tensor]:
+    """Tensors that a module and those below it keep as plain attributes, such as an auxiliary loss."""
+    return [value for part in module.modules() for value in part.__dict__.values() if isinstance(value, Tensor)]
 
 
 def _on_owned_grad(unit: Unit, i: int) -> GradHook:

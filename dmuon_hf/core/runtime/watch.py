@@ -12,17 +12,30 @@ that has no others is left at the end of its graph task.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 __all__ = ["Inputs", "differentiable_tensors"]
 
+_ATOMS = (
+    *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module, torch.optim.Optimizer),
+    *(types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+)
+# Whoever passes more than that does not pass arguments, but everything it knows.
+_MOST = 1 << 14
+
 
 def differentiable_tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors that require a gradient in nested containers, mappings and dataclasses; each container once."""
+    """Tensors that require a gradient in nested containers, mappings and objects (caches); each of them once.
+
+    Of an object what its attributes hold, but not of modules, types, functions and the like: those are no data.
+    """
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -31,17 +44,22 @@ def differentiable_tensors(value: Any) -> Iterator[Tensor]:
             if item.requires_grad:
                 yield item
             continue
-        if isinstance(item, Mapping):
-            children = list(item.values())
-        elif isinstance(item, (list, tuple, deque)):
-            children = list(item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            children = [getattr(item, field.name) for field in dataclasses.fields(item)]
-        else:
+        if isinstance(item, _ATOMS) or id(item) in seen:
             continue
-        if id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(reversed(children))
+        seen.add(id(item))
+        pending.extend(reversed(_children(item)))
+        if len(seen) == _MOST:
+            return
+
+
+def _children(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, (list, tuple, set, frozenset, deque)):
+        return list(item)
+    if dataclasses.is_dataclass(item):
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+    return list(getattr(item, "__dict__", {}).values())
 
 
 class Inputs:
