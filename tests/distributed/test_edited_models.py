@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,34 @@ def _save(rank: int, world: int, mode: str) -> dict[str, str]:
     for what, save in saves.items():
         with pytest.raises(ConfigurationError) as error:
             save(model, optimizer)
+        messages[what] = str(error.value)
+    return messages
+
+
+LATE: dict[str, Callable[[TinyMLP], Any]] = {
+    "weight norm": lambda model: nn.utils.parametrizations.weight_norm(model.layers[1].up_proj),
+    "spectral norm": lambda model: nn.utils.parametrizations.spectral_norm(model.layers[1].up_proj),
+    "orthogonal": lambda model: nn.utils.parametrizations.orthogonal(model.layers[1].up_proj),
+    "copied": copy.deepcopy,
+    "block copied": lambda model: copy.deepcopy(model.layers[1]),
+    "matrix copied": lambda model: copy.deepcopy(model.layers[1].up_proj),
+    "weight norm by hooks": lambda model: nn.utils.weight_norm(model.layers[1].up_proj),
+}
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3", "hsdp"])
+def test_what_owned_weights_cannot_do_is_refused_by_name(mode: str) -> None:
+    for messages in run_ranks(_do_late, MODES[mode], mode):
+        for what, message in messages.items():
+            assert "before dedicate_params()" in message, f"{what}: {message}"
+
+
+def _do_late(rank: int, world: int, mode: str) -> dict[str, str]:
+    model, _ = training.prepare(_run(mode), world)
+    messages = {}
+    for what, act in LATE.items():
+        with pytest.raises(ConfigurationError) as error:
+            act(model)
         messages[what] = str(error.value)
     return messages
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as _fsdp_collectives
 import torch.distributed.fsdp._fully_shard._fsdp_init as _fsdp_init
@@ -19,17 +19,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
+from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.lockstep import note_foreign
 from dmuon_hf.core.runtime import fsdp_inputs, fsdp_methods
 from dmuon_hf.core.runtime.compiling import untraced_once_called
 from dmuon_hf.core.runtime.dedicated import without_values
 from dmuon_hf.core.runtime.fsdp_grads import follow_requires_grad, refuse_converted
 from dmuon_hf.core.runtime.fsdp_partial import check_order, check_reduced
-from dmuon_hf.core.runtime.fsdp_units import group_hooks, monitor_of_part
+from dmuon_hf.core.runtime.fsdp_units import group_hooks, in_dedicated_model, monitor_of_part
 from dmuon_hf.core.runtime.fsdp_waits import WatchedCollectives, awaiting_gathers
 from dmuon_hf.core.runtime.owned_tensor import OwnedTensor
 from dmuon_hf.core.runtime.schedule import BackwardPass, graph_task
-from dmuon_hf.core.runtime.unit import Unit
+from dmuon_hf.core.runtime.unit import NO_COPY, Unit
 
 __all__ = ["install_patch", "uninstall_patch"]
 
@@ -50,7 +51,8 @@ def install_patch() -> None:
     (:mod:`fsdp_methods`); the containers of a caller stay its own (:mod:`fsdp_inputs`); FSDP2's gathers and reductions
     are noted for the comparison of ranks that wait for each other, and waited for as the runtime's own
     (:mod:`fsdp_waits`); ranks meet before one of them differs; the end of a pass that a pipeline schedule calls for
-    reduces owned gradients too; and FSDP2's refusal of weights on meta is worded as the runtime does its own.
+    reduces owned gradients too; and FSDP2's refusals of
+    weights on meta and of copies are worded as the runtime does its own.
     """
     if _replaced:
         return
@@ -66,6 +68,7 @@ def install_patch() -> None:
     _replace(state, "_cast_output_dtype", fsdp_inputs.bringing_back(state._cast_output_dtype))
     _replace(state, _FINAL_CALLBACK, _reducing_what_was_kept(getattr(state, _FINAL_CALLBACK)))
     _replace(group, "_validate_no_meta_params", _naming_meta(group._validate_no_meta_params))
+    _replace(_fully_shard, "_unimplemented_deepcopy", _naming_copies(_fully_shard._unimplemented_deepcopy))
     _replace(group, "_backward_prefetch", _after(check_order, group._backward_prefetch))
     _replace(group, "post_backward", _after(check_reduced, _after(fsdp_inputs.forget_uses, group.post_backward)))
     _replace(_fsdp_param_group, "foreach_all_gather", _noting_gathers(_fsdp_param_group.foreach_all_gather))
@@ -135,6 +138,15 @@ def _naming_meta(validate: Callable[[Any], None]) -> Callable[[Any], None]:
         validate(group)
 
     return validate_no_meta_params
+
+
+def _naming_copies(refuse: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    def deepcopy(module: nn.Module, *args: Any) -> NoReturn:
+        if in_dedicated_model(module, [module]):
+            raise ConfigurationError(NO_COPY)
+        refuse(module, *args)
+
+    return deepcopy
 
 
 def _after(check: Callable[[Any], None], original: Callable[..., None]) -> Callable[..., None]:

@@ -12,17 +12,20 @@ generators stay equal, and an initialiser gives a dedicated weight the values th
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dmuon_hf.core.errors import DMuonError
+from dmuon_hf.core.errors import ConfigurationError, DMuonError
 from dmuon_hf.core.runtime.owned_ops import (
     is_draw,
     is_elementwise,
@@ -40,6 +43,11 @@ __all__ = ["dispatch"]
 
 aten = torch.ops.aten
 
+_PARAMETRISING = frozenset(
+    str(Path(parametrize.__file__).with_name(name))
+    for name in ("parametrize.py", "parametrizations.py", "weight_norm.py", "spectral_norm.py")
+)
+
 _Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
 
 
@@ -48,11 +56,12 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     Raises:
         NotImplementedError: the operator is not defined on owned tensors.
+        ConfigurationError: it is called to parametrise one.
         DMuonError: its arguments do not lie alike.
     """
     run = _SPECIAL.get(func) or _by_kind(func)
     if run is None:
-        raise NotImplementedError(_undefined(func, next(t for t in tree_leaves((args, kwargs)) if _owned(t))))
+        raise _undefined(func, next(t for t in tree_leaves((args, kwargs)) if _owned(t)))
     result = run(func, args, kwargs)
     written = [tensor._content for tensor in mutated_arguments(func, args, kwargs) if _owned(tensor)]
     for content in {id(content): content for content in written}.values():
@@ -68,12 +77,18 @@ def _lie_alike(left: OwnedTensor, right: OwnedTensor) -> bool:
     return left._ownership == right._ownership and left.device_mesh == right.device_mesh
 
 
-def _undefined(what: OpOverload | str, tensor: OwnedTensor) -> str:
-    """Name the weight and its block, say why, and how to go on."""
+def _undefined(what: OpOverload | str, tensor: OwnedTensor) -> Exception:
+    """The error that names the weight and its block, says why, and how to go on."""
     origin = tensor.origin
     subject = "an owned tensor" if origin is None else f"{origin.name}, an owned weight"
+    if _called_from(_PARAMETRISING):
+        # Torch takes a NotImplementedError for a parametrisation without an inverse, and fails elsewhere.
+        return ConfigurationError(
+            f"{subject}, cannot be parametrised: no rank has all its values. Parametrise before dedicate_params(), and "
+            "leave the weight out of its predicate"
+        )
     if isinstance(what, OpOverload) and is_random(what):
-        return (
+        return NotImplementedError(
             f"{what} is not defined on {subject}: it draws something else than one number for each element. Draw on "
             "every rank into a plain tensor of the whole shape and copy_() it in"
         )
@@ -82,10 +97,18 @@ def _undefined(what: OpOverload | str, tensor: OwnedTensor) -> str:
         where = "the model" if origin.unit == "(root)" else f"block {origin.unit!r}"
         block = f"use it inside of the forward of {where}, which gathers it, or between unshard() and reshard() of it; "
     where, there = ("in rows on all ranks", "of each rank") if tensor.owner < 0 else ("on one rank", "on the owner")
-    return (
+    return NotImplementedError(
         f"{what} is not defined on {subject}: its values lie {where}. To go on: {block}gather it with "
         f"tensor.full_tensor(), which is differentiable; or work on tensor.to_local() {there}"
     )
+
+
+def _called_from(files: Collection[str]) -> bool:
+    """Whether a function of one of ``files`` is being called."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename not in files:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _like(local: torch.Tensor, reference: OwnedTensor, content: Content) -> OwnedTensor:
@@ -253,7 +276,7 @@ def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """``new_empty`` of the same shape, which is how checkpoint staging makes its copy."""
     tensor, size = args
     if tuple(size) != tuple(tensor.shape):
-        raise NotImplementedError(_undefined(f"new_empty({tuple(size)})", tensor))
+        raise _undefined(f"new_empty({tuple(size)})", tensor)
     return _elementwise(aten.empty_like.default, (tensor,), kwargs)
 
 
@@ -275,12 +298,12 @@ def _owner_scalar(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     if tensor.owner < 0:
         value = func(_gathered(tensor), *args[1:], **kwargs)
         if value.numel() != 1:
-            raise NotImplementedError(_undefined(f"{func} along single dimensions", tensor))
+            raise _undefined(f"{func} along single dimensions", tensor)
         return _as_scalar(value, tensor)
     _require_whole(func, tensor)
     outline = func(tensor._local_tensor.new_empty(tensor.shape, device="meta"), *args[1:], **kwargs)
     if outline.numel() != 1:
-        raise NotImplementedError(_undefined(f"{func} along single dimensions", tensor))
+        raise _undefined(f"{func} along single dimensions", tensor)
     local = tensor._local_tensor
     value = func(local, *args[1:], **kwargs) if tensor.is_owner else local.new_empty(outline.shape, dtype=outline.dtype)
     broadcast_from_owner(value, tensor.device_mesh, tensor._ownership)
@@ -322,7 +345,7 @@ def _as_sharded(tensor: OwnedTensor, order: float) -> DTensor:
     """The same values as a plain DTensor whose per-rank norms combine to the norm of the whole."""
     local = tensor._local_tensor
     if order < 0:
-        raise NotImplementedError(_undefined(f"a norm of order {order}", tensor))
+        raise _undefined(f"a norm of order {order}", tensor)
     if math.isinf(order) and local.shape[0] == 0:
         local = local.new_zeros(
             (1, *local.shape[1:])
@@ -336,7 +359,7 @@ def _vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     if keepdim or (dim is not None and len(dim) != tensor.ndim):
-        raise NotImplementedError(_undefined(f"{func} along single dimensions", tensor))
+        raise _undefined(f"{func} along single dimensions", tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _owner_scalar(func, args, kwargs)
     return cast(DTensor, func(_as_sharded(tensor, order), order, dtype=kwargs.get("dtype")))
