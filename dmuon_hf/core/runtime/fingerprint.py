@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import ValuesView
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -43,15 +44,17 @@ class Fingerprint:
     """Every module and parameter of a model, and of each parameter its dtype, local storage and whether it trains.
 
     [Note: cost of the fingerprint]
-    :meth:`is_current` runs in each step. It compares objects by identity in loops of the interpreter's C code: about
-    0.2 us for a module with a parameter. Whatever differs is looked into by name, with a walk that costs much more.
+    :meth:`is_current` runs in each step. It compares objects by identity in loops of the interpreter's C code, over
+    views of the modules' tables that are made once: about 0.15 us for a module with a parameter. Whatever differs is
+    looked into by name, with a walk that costs much more.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tables: list[dict[str, Any]] = []
-        for module in model.modules():
-            self._tables += (module._modules, module._parameters)
-        self._content = self._held()
+        tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
+        self._empty = [table for table in tables if not table]
+        # Of the tables as they are whenever they are asked.
+        self._views: list[ValuesView[Any]] = [table.values() for table in tables if table]
+        self._content = list(chain.from_iterable(self._views))
         held = {id(item): item for item in self._content if isinstance(item, Tensor)}
         self.params: list[Tensor] = list(held.values())
         """Every parameter once."""
@@ -62,22 +65,16 @@ class Fingerprint:
     def is_current(self) -> bool:
         """Whether nothing has changed since this was taken."""
         return (
-            sum(map(len, self._tables)) == len(self._content)
-            and all(map(is_, chain.from_iterable(map(_values, self._tables)), self._content))
+            not any(self._empty)
+            and sum(map(len, self._views)) == len(self._content)
+            and all(map(is_, chain.from_iterable(self._views), self._content))
             and self._flags() == self._trainable
             and self._types() == self._dtypes
             and all(map(is_, map(_local, self._distributed), self._locals))
         )
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._tables)))
 
     def _flags(self) -> list[bool]:
         return list(map(_requires_grad, self.params))
 
     def _types(self) -> list[torch.dtype]:
         return list(map(_dtype, self.params))
-
-
-def _values(table: dict[str, Any]) -> Any:
-    return table.values()
