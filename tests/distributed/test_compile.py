@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dmuon_hf.core as dmuon
@@ -42,23 +42,38 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def train(
-    rank: int, world: int, mode: str, wrap: str, what: str | None, kind: str | None, backend: str, accumulate: int
+    rank: int,
+    world: int,
+    mode: str,
+    wrap: str,
+    what: str | None,
+    kind: str | None,
+    backend: str,
+    accumulate: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Losses, final weights and the number of graphs compiled after the second step."""
     counter = CompileCounterWithBackend(backend)
     model: Any = tiny_mlp() if kind is None else Checkpointed(kind)
     if what == "blocks first":
         compile_blocks(model, backend=counter)
+    elif what == "one block":
+        model.layers[1].compile(backend=counter)
+    elif what == "wrapped block":
+        model.layers[1] = torch.compile(model.layers[1], backend=counter)
+    elif what == "wrapper first":
+        model = torch.compile(model, backend=counter)
     hsdp = mode == "hsdp"
     shape, names = ((2, world // 2), ("replicate", "shard")) if hsdp else ((world,), ("shard",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     options: dict[str, Any] = {"replicate_mesh": mesh["replicate"]} if hsdp else {}
     reshard = mode != "z2"
     chosen = lambda name, param: "proj" in name  # noqa: E731
-    dmuon.dedicate_params(model, mesh["shard"], chosen, reshard_after_forward=reshard, **options)
+    dmuon.dedicate_params(model, mesh["shard"], chosen, reshard_after_forward=reshard, compute_dtype=dtype, **options)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     for layer in model.layers if wrap == "blocks" else ():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-2)
     run = model
     if what == "blocks last":
@@ -78,7 +93,11 @@ def train(
         if step == 1:
             early = counter.frame_count
     assert what is None or early > 0, "nothing was compiled"
-    return losses, {name: full(p) for name, p in model.named_parameters()}, counter.frame_count - early
+    return (
+        losses,
+        {name.replace("_orig_mod.", ""): full(p) for name, p in model.named_parameters()},
+        counter.frame_count - early,
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,6 +124,19 @@ def test_compiled_training_equals_eager_and_compiles_once(
         torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=1e-6)
         for name, weight in want.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+        assert late == 0
+
+
+@pytest.mark.parametrize("what", ["one block", "wrapped block", "wrapper first"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_part_of_a_model_and_a_wrapper_that_was_there_first_train_as_eager_does(
+    what: str, dtype: torch.dtype | None
+) -> None:
+    eager = run_ranks(train, 2, "z3", "blocks", None, None, "eager", 1, dtype)
+    compiled = run_ranks(train, 2, "z3", "blocks", what, None, "aot_eager", 1, dtype)
+    for (want_losses, want, _), (losses, weights, late) in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(losses, want_losses, rtol=1e-5 if dtype is None else 1e-2, atol=1e-6)
+        assert weights.keys() == want.keys()
         assert late == 0
 
 
