@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from dmuon_hf import checkpoint_files as files
+from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.prepare import muon_of
 from dmuon_hf.resume import load_model, load_optimizer, saved_whole
@@ -28,6 +30,7 @@ def load_fsdp_model(
     """`load_fsdp_model`, as `accelerator.load_state` calls it under FSDP. Collective."""
     if runtime_of(model) is None:
         return original(plugin, accelerator, model, input_dir, model_index, **options)
+    _check_complete(Path(input_dir), len(accelerator._schedulers), has_scaler=accelerator.scaler is not None)
     load_model(model, Path(input_dir), model_index)
     return None
 
@@ -65,6 +68,8 @@ def load_accelerator_state(
     owner = next((model for model in models if runtime_of(model) is not None), None)
     if owner is None:
         return original(input_dir, models, optimizers, *args, **kwargs)
+    given = inspect.signature(original).bind_partial(input_dir, models, optimizers, *args, **kwargs).arguments
+    _check_complete(Path(input_dir), len(given.get("schedulers", ())), has_scaler=given.get("scaler") is not None)
     for index, model in enumerate(models):
         load_model(model, Path(input_dir), index)
     for index, optimizer in enumerate(optimizers):
@@ -74,6 +79,23 @@ def load_accelerator_state(
         else:
             load_optimizer(owner, muon, Path(input_dir), index)
     return original(input_dir, [], [], *args, **kwargs)
+
+
+def _check_complete(directory: Path, schedulers: int, *, has_scaler: bool) -> None:
+    """Refuse a checkpoint without what accelerate reads last, before anything is loaded. Local.
+
+    Raises:
+        ConfigurationError: names the files that are missing.
+    """
+    names = ["scheduler.bin" if index == 0 else f"scheduler_{index}.bin" for index in range(schedulers)]
+    names += ["scaler.pt"] if has_scaler else []
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ConfigurationError(
+            f"{directory} holds no {' and no '.join(missing)}, so nothing was loaded: it was saved without a prepared "
+            "scheduler, or with other mixed precision than 'fp16'. Prepare what the run that saved it had prepared, or "
+            "load its weights with from_pretrained and start a new run"
+        )
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:

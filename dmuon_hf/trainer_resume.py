@@ -50,12 +50,28 @@ def train(
 
     A checkpoint that cannot be resumed from is refused before the model is touched.
     """
+    _check_not_cast(trainer)
     if trains_with_muon(trainer) and resume_from_checkpoint:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(Path(trainer.args.output_dir))
         _check_resumable(Path(resume_from_checkpoint), trainer.model)
         resume_from_checkpoint = str(resume_from_checkpoint)
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
+
+
+def _check_not_cast(trainer: Any) -> None:
+    """Refuse to go on with weights that an evaluation has cast, before anything runs on them. Local."""
+    optimizer = muon_of(trainer.optimizer)
+    flags = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(trainer.args, name)]
+    if optimizer is None or not flags or trainer.model_init is not None:
+        return
+    cast = [name for name, problem in optimizer.runtime.misplaced(trainer.model).items() if "was cast" in problem]
+    if cast:
+        raise ConfigurationError(
+            f"{flags[0]} cast the model when it was evaluated ({cast[0]} and {len(cast) - 1} more), so train() cannot "
+            "go on with it: leave it out, bf16=True evaluates in bf16 as well; or make a new Trainer with the model "
+            "loaded anew"
+        )
 
 
 def _check_resumable(checkpoint: Path, model: Any) -> None:

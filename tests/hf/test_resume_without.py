@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import Trainer
 
 import dmuon_hf
+from dmuon_hf import ConfigurationError
 from tests.harness import run_ranks
 from tests.hf.support import (
     arguments,
@@ -19,6 +21,7 @@ from tests.hf.support import (
     error_of,
     finish,
     fsdp_env,
+    full_weights,
     make_trainer,
     tiny_dataset,
     tiny_llama,
@@ -155,6 +158,48 @@ def test_resume_without_the_rest_raises_on_every_rank(
     for outcome in outcomes:
         assert outcome.exception is not None and outcome.exception.is_a(dmuon_hf.ConfigurationError)
         assert message in error_of(outcome), error_of(outcome)
+
+
+def _load_state(rank: int, world: int, directory: str) -> list[str]:
+    """Messages of loading a state without its scheduler and without its scaler, with what became of the weights."""
+    if world > 1:
+        as_launched()
+    accelerator = Accelerator(cpu=True)
+    model: Any = tiny_llama(num_hidden_layers=1)
+    optimizer: Any = dmuon_hf.create_optimizer(model, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.save_state(directory)
+    ids = torch.arange(16)[None]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    before = full_weights(model)
+    accelerator.wait_for_everyone()
+    messages = []
+    for name in ("scheduler.bin", "scaler.pt"):
+        if name == "scheduler.bin" and accelerator.is_main_process:
+            Path(directory, name).rename(Path(directory, "away"))
+        accelerator.wait_for_everyone()
+        if name == "scaler.pt":
+            accelerator.scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(ConfigurationError) as caught:
+            accelerator.load_state(directory)
+        messages.append(str(caught.value))
+        accelerator.wait_for_everyone()
+        if name == "scheduler.bin" and accelerator.is_main_process:
+            Path(directory, "away").rename(Path(directory, name))
+        accelerator.wait_for_everyone()
+    assert all(torch.equal(weight, before[name]) for name, weight in full_weights(model).items())
+    finish()
+    return messages
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_without_scheduler_or_scaler_is_refused_before_anything_is_loaded(tmp_path: Path, world: int) -> None:
+    env = fsdp_env(world) if world > 1 else {}
+    for scheduler, scaler in run_ranks(_load_state, world, str(tmp_path), init=False, env=env):
+        assert "no scheduler.bin, so nothing was loaded" in scheduler
+        assert "no scaler.pt, so nothing was loaded" in scaler
 
 
 def test_resume_from_no_directory_raises(tmp_path: Path) -> None:
