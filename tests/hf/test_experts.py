@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,16 +144,21 @@ def prepared(launch: str, world: int, name: str) -> tuple[Accelerator, nn.Module
     return accelerator, model, optimizer
 
 
+def one_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, step: int) -> None:
+    rows = BATCH // accelerator.num_processes
+    ids = batch_of(step)[accelerator.process_index * rows :][:rows]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(rank: int, world: int, launch: str, names: list[str]) -> dict[str, Any]:
     """Several models one after the other, in one process group."""
     results = {}
     for name in names:
         accelerator, model, optimizer = prepared(launch, world, name)
         for step in range(STEPS):
-            ids = batch_of(step)[rank * BATCH // world : (rank + 1) * BATCH // world]
-            accelerator.backward(model(input_ids=ids, labels=ids).loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(accelerator, model, optimizer, step)
         bare = accelerator.unwrap_model(model)
         momenta = {
             key: entry["momentum_buffer"]
@@ -183,6 +189,39 @@ def test_experts_train_as_a_reference_on_one_process(launch: str, world: int) ->
                     assert (result[kind][key] - want).norm() <= bound * want.norm() + 1e-7, (name, kind, key)
             for line in result["description"].splitlines():
                 assert ("experts.gate_up_proj " not in line) or " muon " in line, line
+
+
+def save(rank: int, world: int, launch: str, name: str, directory: str) -> dict[str, Tensor]:
+    """One step, a checkpoint, and the weights after one more."""
+    accelerator, model, optimizer = prepared(launch, world, name)
+    one_step(accelerator, model, optimizer, 0)
+    accelerator.save_state(directory)
+    one_step(accelerator, model, optimizer, 1)
+    weights = full_weights(accelerator.unwrap_model(model))
+    finish()
+    return weights
+
+
+def resume(rank: int, world: int, launch: str, name: str, directory: str) -> dict[str, Tensor]:
+    accelerator, model, optimizer = prepared(launch, world, name)
+    accelerator.load_state(directory)
+    one_step(accelerator, model, optimizer, 1)
+    weights = full_weights(accelerator.unwrap_model(model))
+    finish()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), [(("fsdp2", 2), ("ddp", 2)), (("ddp", 2), ("fsdp2", 4)), (("hsdp", 4), ("alone", 1))]
+)
+def test_checkpoint_of_experts_resumes_in_another_launch(
+    saved_by: tuple[str, int], loaded_by: tuple[str, int], tmp_path: Path
+) -> None:
+    (saver, many), (loader, others) = saved_by, loaded_by
+    want = run_ranks(save, many, saver, "gpt_oss", str(tmp_path), init=False)[0]
+    for got in run_ranks(resume, others, loader, "gpt_oss", str(tmp_path), init=False):
+        for key, value in want.items():
+            assert (got[key] - value).norm() <= 1e-4 * value.norm() + 1e-7, key
 
 
 def only_experts(rank: int, world: int) -> None:

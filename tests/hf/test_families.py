@@ -15,18 +15,23 @@ SAMPLE = ("phi3", "deepseek_v3", "zamba", "t5", "marian", "bert", "albert", "lla
 """Fused weights, latent attention and experts, blocks that share weights, shared embeddings and biases."""
 
 
-def _compare(rank: int, world: int) -> dict[str, str]:
+def _compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, str]:
     as_launched()
     accelerator = Accelerator()
     assert accelerator.is_fsdp2
-    found = differences(SAMPLE, accelerator)
+    found = differences(names, accelerator)
     finish()
     return found
 
 
 def test_families_of_every_mapping_train_on_two_ranks_as_in_one_process() -> None:
     assert {FAMILIES[name].mapping for name in SAMPLE} == set(MAPPINGS)
-    assert run_ranks(_compare, 2, init=False, env=fsdp_env(2), timeout=150) == [{}, {}]
+    assert run_ranks(_compare, 2, SAMPLE, init=False, env=fsdp_env(2), timeout=150) == [{}, {}]
+
+
+def test_weights_of_one_process_alone_reach_shared_parameters_and_experts() -> None:
+    env = fsdp_env(2, FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    assert run_ranks(_compare, 2, ("t5", "bert", "mixtral"), init=False, env=env, timeout=150) == [{}, {}]
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
