@@ -18,7 +18,15 @@ from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.linears import is_conv1d
 from dmuon_hf.roles import config_around
 
-__all__ = ["NAMED", "Layout", "Projection", "each_head", "named_layout", "projection_of"]
+__all__ = ["NAMED", "Layout", "Projection", "attribute_of", "each_head", "named_layout", "projection_of"]
+
+
+def attribute_of(owner: Any, name: str) -> Any:
+    """An attribute of a module or configuration, None without one, or where it differs from layer to layer."""
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:  # what a configuration of unlike layers raises
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class Projection:
         """
         for name in names:
             for owner in (*(caller for caller, _ in reversed(self.callers)), self.config):
-                value = getattr(owner, name, None)
+                value = attribute_of(owner, name)
                 if isinstance(value, int) and not isinstance(value, bool):
                     return value
         raise ConfigurationError(

@@ -346,12 +346,15 @@ def trainer_alone(rank: int, world: int, directory: str, output: str) -> Any:
     return full_weights(model)
 
 
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp", "ep"])
 def test_trainer_trains_a_sharded_model_like_one_process_and_saves_what_opens(
-    saved: dict[str, str], tmp_path: Path
+    mode: str, saved: dict[str, str], tmp_path: Path
 ) -> None:
     (expected,) = run_ranks(trainer_alone, 1, saved["qwen3_moe"], str(tmp_path / "one"), init=False)
     output = str(tmp_path / "sharded")
-    (weights, description), _ = run_ranks(trainer_run, 2, saved["qwen3_moe"], output, "fsdp", {}, init=False)
+    world = WORLDS.get(mode, 4)
+    options = {"per_device_train_batch_size": BATCH // world}
+    (weights, description), *_ = run_ranks(trainer_run, world, saved["qwen3_moe"], output, mode, options, init=False)
     reopened = dict(tf.AutoModelForCausalLM.from_pretrained(output).named_parameters())
     for key, want in expected.items():
         assert (weights[key] - want).norm() < 1e-3 * want.norm() + 1e-7, key

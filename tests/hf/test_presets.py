@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from dmuon_hf import ConfigurationError, routes
 from dmuon_hf.core import MatrixSpec
+from dmuon_hf.layouts import Projection
 from tests.hf.support import tiny_llama
 
 SMALL = {
@@ -269,3 +271,15 @@ def test_composite_model_uses_the_preset_of_its_text_model() -> None:
     name = "language_model.model.layers.0.self_attn.qkv_proj.weight"
     assert table[name].spec == MatrixSpec(sections=(64, 32, 32))
     assert table["vision.weight"].route == "adamw"
+
+
+def test_attribute_that_differs_between_the_layers_of_a_configuration_is_looked_for_elsewhere() -> None:
+    class Unlike:
+        n_head = 4
+
+        @property
+        def num_heads(self) -> int:
+            raise RuntimeError("it is another one in each layer")
+
+    config: Any = Unlike()
+    assert Projection("w", rows=96, transposed=False, callers=(), config=config).heads == 4

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmuon_hf.layouts import attribute_of
 from dmuon_hf.linears import is_conv1d, is_linear
 from dmuon_hf.survey import Survey
 from tests.hf.zoo.tracer import RoleTracer
@@ -158,5 +159,5 @@ def _head_size(module: nn.Module, width: int) -> int:
 
 def _integer(module: nn.Module, *names: str) -> int | None:
     owners = [*module.modules(), *(getattr(part, "config", None) for part in module.modules())]
-    values = (getattr(owner, name, None) for owner in owners for name in names)
+    values = (attribute_of(owner, name) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int)), None)
