@@ -219,6 +219,23 @@ def test_one_tied_name_is_enough() -> None:
     assert_close(get_model_state_dict(target), state, atol=0.0)
 
 
+def some_names(rank: int, world: int) -> None:
+    model, _ = build("uneven", "fsdp", world, seed=1)
+    before = get_model_state_dict(model, rank0_only=False)
+    first, *others = before
+    given = {first: torch.ones_like(before[first])} if rank == 0 else {}
+    set_model_state_dict(model, given, only=[first])
+    after = get_model_state_dict(model, rank0_only=False)
+    assert torch.equal(after[first], torch.ones_like(before[first]))
+    assert all(torch.equal(after[name], before[name]) for name in others)
+    with pytest.raises(ConfigurationError, match="unexpected"):
+        set_model_state_dict(model, {others[0]: before[others[0]], **before} if rank == 0 else {}, only=[first])
+
+
+def test_names_that_are_not_asked_for_stay_as_they_are() -> None:
+    run_ranks(some_names, 2)
+
+
 def only_on_rank_0(rank: int, world: int) -> None:
     model, optimizer = build("uneven", "fsdp", world, seed=1)
     short = timedelta(seconds=1)

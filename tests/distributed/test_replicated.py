@@ -583,3 +583,27 @@ def _scaled(rank: int, world: int) -> int:
 
 def test_infinite_gradient_of_one_rank_skips_the_step_of_all() -> None:
     assert run_ranks(_scaled, 2) == [1, 1]
+
+
+def _nothing_left(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+    alone = copy.deepcopy(model)
+    dmuon.dedicate_params_ddp(model, mesh_of(world), lambda name, param: param.ndim == 2)
+    wrapped = DistributedDataParallel(model)
+    assert torch.equal(frozen, torch.zeros(2))
+    optimizer = dmuon.Muon(model, lr=1e-2)
+    data = torch.randn(world, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    with wrapped.no_sync():
+        wrapped(data[rank, 0]).square().mean().backward()
+    wrapped(data[rank, 1]).square().mean().backward()
+    torch.stack([alone(batch).square().mean() for batch in data.flatten(0, 1)]).sum().div(world).backward()
+    for name in ("0.weight", "2.weight"):
+        torch.testing.assert_close(model.get_parameter(name).grad, alone.get_parameter(name).grad)
+    optimizer.step()
+
+
+def test_model_whose_every_trainable_weight_has_an_owner_can_be_wrapped() -> None:
+    run_ranks(_nothing_left, 2)
