@@ -11,7 +11,7 @@ import torch
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.optim import tensor_parallel
-from dmuon_hf.core.runtime.scratch import Scratch
+from dmuon_hf.core.scratch import Scratch
 from dmuon_hf.core.sharded.plan import make_sharded_plan
 from tests.distributed.tp_training import TpRun, backward, prepare, snapshot, world_of
 from tests.distributed.training import Run

@@ -103,12 +103,12 @@ def test_package_is_marked_as_typed_and_licensed(project):
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
-def test_ci_script_is_executable_and_runs_quality_and_tests():
+def test_ci_script_is_executable_and_runs_quality_wheel_and_tests():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = script.read_text().splitlines()
     assert "set -euo pipefail" in lines
-    assert [line for line in lines if line.startswith("make")] == ["make quality", "make test"]
+    assert [line for line in lines if line.startswith("make")] == ["make quality", "make wheel", "make test"]
 
 
 def test_current_stamp_makes_the_environment_target_do_nothing(tmp_path):

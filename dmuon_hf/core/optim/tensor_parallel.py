@@ -14,7 +14,7 @@ from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram, update_columns
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, OnBatch, OptimizerRuntime, TensorAxis
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix
-from dmuon_hf.core.runtime.scratch import Way
+from dmuon_hf.core.scratch import Way
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, make_sharded_plan

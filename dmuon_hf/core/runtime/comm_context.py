@@ -12,7 +12,7 @@ from dmuon_hf.core.device import DeviceHandle
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.lockstep import LockstepMonitor
 from dmuon_hf.core.runtime.forward_profile import forward_profile
-from dmuon_hf.core.runtime.scratch import reused_ways
+from dmuon_hf.core.scratch import reused_ways
 
 __all__ = ["DedicatedCommContext"]
 

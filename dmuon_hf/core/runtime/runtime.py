@@ -31,8 +31,8 @@ from dmuon_hf.core.runtime.hooks import register_root_hooks, register_unit_hooks
 from dmuon_hf.core.runtime.integrity import misplaced, unsynchronised
 from dmuon_hf.core.runtime.matrix_units import OwnedUnit, owned_units
 from dmuon_hf.core.runtime.schedule import BackwardPass, Prefetcher, graph_task
-from dmuon_hf.core.runtime.scratch import Way
 from dmuon_hf.core.runtime.unit import NO_COPY, Unit
+from dmuon_hf.core.scratch import Way
 
 if TYPE_CHECKING:
     from dmuon_hf.core.replicated.averaging import GradientAveraging

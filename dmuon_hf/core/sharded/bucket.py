@@ -20,7 +20,7 @@ from dmuon_hf.core.optim.update import (
     orthogonal_updates,
 )
 from dmuon_hf.core.plan import MatrixSpec
-from dmuon_hf.core.runtime.scratch import Way
+from dmuon_hf.core.scratch import Way
 from dmuon_hf.core.sharded.exchange import Exchange, Parcel, Shipment
 from dmuon_hf.core.sharded.itinerary import Leg, Stop
 from dmuon_hf.core.sharded.plan import ShardedEntry

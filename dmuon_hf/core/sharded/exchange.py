@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmuon_hf.core.device import DeviceHandle
 from dmuon_hf.core.runtime.collectives import InFlight, issue_on
-from dmuon_hf.core.runtime.scratch import Scratch, Way
+from dmuon_hf.core.scratch import Scratch, Way
 from dmuon_hf.core.sharded.ranks import Team
 
 __all__ = ["Exchange", "Parcel", "Shipment"]

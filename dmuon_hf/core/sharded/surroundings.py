@@ -23,7 +23,7 @@ from dmuon_hf.core.lockstep import Channel, LockstepMonitor
 from dmuon_hf.core.mesh import Topology
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime.fsdp_grads import discard_unreduced_grads
-from dmuon_hf.core.runtime.scratch import Way
+from dmuon_hf.core.scratch import Way
 from dmuon_hf.core.sharded.ranks import Team
 
 __all__ = ["Surroundings"]
