@@ -14,9 +14,11 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.errors import LockstepError
+from dmuon_hf.core.lockstep import watch
 from tests.distributed.lockstep_setup import HYPER, is_matrix, part_of
 from tests.distributed.training import full
 from tests.harness import run_ranks, run_ranks_outcomes
+from tests.harness.faults import die
 from tests.harness.reference import ReferenceOptimizer
 
 WIDTH = 12
@@ -167,6 +169,22 @@ def test_rank_that_does_something_else_is_a_named_error_on_every_rank(
     for outcome in run_ranks_outcomes(train_with_fault, world, mode, fault, at, experts, timeout=60, env=ENV):
         assert outcome.exception is not None and outcome.exception.is_a(LockstepError), outcome.report()
         assert "layers." in outcome.exception.message, outcome.report()
+
+
+def lose_a_peer_that_is_asked(rank: int, world: int) -> str:
+    watch._MARGIN = 0.0
+    model, optimizer = prepare(world, "z3")
+    train_step(model, optimizer, 0, rank, world)
+    if rank == 1:
+        die()
+    with pytest.raises(LockstepError) as lost:
+        model.layers[2](part_of(1, rank, world), ())  # not what the last step began with
+    return str(lost.value)
+
+
+def test_peer_that_was_killed_is_named_where_it_is_asked() -> None:
+    outcome = run_ranks_outcomes(lose_a_peer_that_is_asked, 2, timeout=60, env=ENV)[0]
+    assert "a peer was lost" in str(outcome.result), outcome.report()
 
 
 CHANGES: list[dict[str, Any]] = [{}, {"skip": (1,)}, {"skip": (1,)}, {}, {"skip": (0, 2)}, {"unused": (3,)}, {}, {}]

@@ -20,7 +20,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -84,6 +84,10 @@ class _Record:
         self.count += 1
         self.digest = (self.digest * 1000003 + zlib.crc32(what.encode())) & ((1 << _DIGEST_BITS) - 1)
         self.tail.append(what)
+
+
+class _LatePeerError(Exception):
+    """A peer has not come to a meeting that the ranks can do without."""
 
 
 class _Waiting:
@@ -263,8 +267,19 @@ class LockstepMonitor:
             if module := fsdp_module_here():
                 what = f"{what.partition(' of ')[0]} of {module}"
             what = f"{what} in place of {expected}"
+            started = time.monotonic()
+
+            def check(missing: Callable[[], list[int]]) -> None:
+                self.check()
+                if time.monotonic() - started >= watch.patience:
+                    raise _LatePeerError
+
             with self.meeting(what, f"order of {label}") as store:
-                await_all(what, store, ranks, check=lambda missing: self.check(), timeout=None)
+                try:
+                    await_all(what, store, ranks, check=check, timeout=None)
+                except _LatePeerError:
+                    # Nothing was proven: the peer is busy, or was killed, of which its closed connection tells.
+                    store.add(f"{what}/number/{dist.get_rank()}", 1)
 
         def refuse(number: int, mine: str, rank: int, theirs: str) -> NoReturn:
             self._refuse(disagreement(number, label, {rank: theirs, watch.rank: mine}))

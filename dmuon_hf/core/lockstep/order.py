@@ -8,9 +8,10 @@ A training program repeats itself. What a rank issues is compared with what it i
 optimizer step; while nothing differs, the case of every ordinary step, nothing is done. Where it differs, the rank
 meets the others of the group in the rendezvous store, some round trips. If all differ alike (an evaluation, a layer
 dropped by a common seed) they go on; if some do, these wait in a meeting to which the others never come, which the
-others' waits prove, and nothing was mixed up. Where there is nothing to compare with (the first step, and what follows
-a difference) each rank compares what it is about to issue with what the first one to come there wrote into the store,
-one round trip.
+others' waits prove, and nothing was mixed up. A peer that neither comes nor proves anything is long at work or was
+killed: after a while the rank goes on, and waits for it in the collective. Where there is nothing to compare with (the
+first step, and what follows a difference) each rank compares what it is about to issue with what the first one to come
+there wrote into the store, one round trip.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class GroupOrder:
         store: Of this group of this model alone.
         rank: What this rank is called.
         first: Whether it is the first of the group, which clears what nobody needs any more.
-        meet: ``meet(what, expected)`` returns when all ranks of the group have called it with the same.
+        meet: ``meet(what, expected)`` returns when all ranks of the group have called it with the same, or after long.
         refuse: ``refuse(number, mine, rank, theirs)`` raises on every rank, as ``rank`` is about to issue ``theirs`` as
             the collective of that number.
     """

@@ -51,6 +51,7 @@ _STORE_FAILURES = 3
 _TELLING = 3
 # Multiple of the limit after which a wait that proves nothing is reported.
 _REPORT = 3.0
+_MARGIN = 10.0
 
 _END = "has come to the end of its main thread"
 
@@ -144,6 +145,11 @@ class LockstepWatch:
     def rank(self) -> int:
         """What messages call this process: its global rank."""
         return self._rank
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which ranks that have stopped are known to have diverged, with a margin."""
+        return _REPORT * self._limit + _MARGIN
 
     def store(self, prefix: str) -> Any:
         """A part of the job's store that is this model's alone."""
