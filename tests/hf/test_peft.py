@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from safetensors import safe_open
 
 from dmuon_hf import ConfigurationError, create_optimizer, routes
@@ -80,15 +81,19 @@ def test_factor_b_gets_an_orthogonal_update() -> None:
     assert 0.7 < values.min() < values.max() < 1.3
 
 
-def test_factors_of_experts_are_one_matrix_each() -> None:
+def _adapted_experts() -> Any:
     config = tf.Qwen3MoeConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = _adapted(
+    return _adapted(
         tf.Qwen3MoeForCausalLM(config), target_modules=[], target_parameters=["mlp.experts.gate_up_proj"], r=2
     )
+
+
+def test_factors_of_experts_are_one_matrix_each() -> None:
+    model = _adapted_experts()
     table = {name: route for name, route in routes(model, lora="muon").items() if route.route == "muon"}
     (a,) = (route.spec for name, route in table.items() if "lora_A" in name)
     (b,) = (route.spec for name, route in table.items() if "lora_B" in name)
@@ -178,6 +183,41 @@ def test_quantised_base_is_refused_without_adapters_and_stays_as_it_is_below_the
     assert losses[-1] < losses[0]
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) is not p.requires_grad, name
+
+
+_BASES = {
+    "experts": _adapted_experts,
+    "quantised": lambda: _adapted(_quantized_llama(), target_modules=["q_proj", "up_proj"]),
+}
+
+
+def _adapters_under_ddp(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Trained parameters by base, after two steps on the same rows, shared out."""
+    if world > 1:
+        as_launched()
+    accelerator = Accelerator(cpu=True)
+    found = {}
+    for name, make in _BASES.items():
+        model = make()
+        optimizer = create_optimizer(model, lr=1e-2, lora="muon")
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        rows = torch.arange(64).view(4, 16)
+        for _ in range(2):
+            mine = rows[rank :: accelerator.num_processes]
+            accelerator.backward(prepared(input_ids=mine, labels=mine).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = {key: value.detach().clone() for key, value in model.named_parameters() if value.requires_grad}
+    return found
+
+
+def test_adapters_of_experts_and_of_a_quantised_base_train_under_ddp_like_one_process() -> None:
+    (alone,) = run_ranks(_adapters_under_ddp, 1, init=False)
+    for result in run_ranks(_adapters_under_ddp, 2, init=False):
+        for name, weights in alone.items():
+            assert result[name].keys() == weights.keys()
+            for key, value in weights.items():
+                torch.testing.assert_close(result[name][key], value, rtol=1e-4, atol=1e-6)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
