@@ -37,23 +37,22 @@ ONE = ("one_owned", 1)
 START = 2
 """Steps before the checkpoints that visits start from."""
 
-VISITS = [
-    ("ddp", 2),
-    ("ddp_tp", 4),
-    ("z2", 2),
-    ("z3", 1),
-    ("z3", 4),
-    ("z3", 8),
-    ("hsdp", 4),
-    ("tp", 2),
-    ("hsdp_tp", 8),
-    ("sharded", 1),
-    ("sharded", 2),
-    ("sharded_hsdp", 4),
-    ("sharded_tp", 4),
-    ("sharded_tp", 8),
-    ("expert_parallel", 4),
-]
+SIZES = {
+    "ddp": (1, 2, 4, 8),
+    "ddp_tp": (4, 8),
+    "z2": (1, 2, 4, 8),
+    "z3": (1, 2, 4, 8),
+    "hsdp": (4, 8),
+    "tp": (2, 4, 8),
+    "hsdp_tp": (8,),
+    "sharded": (1, 2, 4, 8),
+    "sharded_hsdp": (4, 8),
+    "sharded_tp": (2, 4, 8),
+    "sharded_hsdp_tp": (8,),
+    "expert_parallel": (2, 4, 8),
+}
+"""Numbers of ranks of every mode, of 1, 2, 4 and 8 those that it can have."""
+VISITS = [(mode, ranks) for mode, sizes in SIZES.items() for ranks in sizes]
 PAIRS = [
     (("sharded_tp", 8), ("z3", 4)),
     (("z3", 4), ("expert_parallel", 2)),
