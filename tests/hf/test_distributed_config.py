@@ -244,8 +244,9 @@ def described(rank: int, world: int, directory: str, options: dict[str, Any]) ->
 
 
 def row(text: str, name: str) -> str:
-    (line,) = [line for line in text.splitlines() if name in line]
-    return line
+    """The row of a parameter; a long name has a line of its own, above the rest of its row."""
+    (found,) = [row for row in text.replace("\n ", " ").splitlines() if name in row]
+    return found
 
 
 def test_caller_routes_stacks_and_says_their_layout(saved: dict[str, str]) -> None:

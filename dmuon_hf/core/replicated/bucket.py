@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from dmuon_hf.core.lockstep import Channel
@@ -103,6 +104,7 @@ class GradBucket:
         """Put the means on ``.grad``. Waits for the device where a gradient is missing here, to learn if it is all.
 
         Where the buffer is laid out as the gradients are, they become views of it, which saves a copy of them all.
+        DTensors do not: ``copy.deepcopy`` fails on those whose local tensor begins inside of its storage.
         """
         if self._flight is None:
             return
@@ -114,10 +116,11 @@ class GradBucket:
         seen = flags.tolist() if any(param.grad is None for param in self._sent) else [1.0] * len(means)
         for param, mean, has_grad in zip(self._sent, means, seen, strict=True):
             grad = None if param.grad is None else part_of(param.grad)
-            if grad is not None and not (grad.dtype is mean.dtype and grad.is_contiguous()):
+            is_view = not isinstance(param, DTensor)
+            if grad is not None and not (is_view and grad.dtype is mean.dtype and grad.is_contiguous()):
                 copied.append((grad, mean))
             elif has_grad:
-                param.grad = part_like(param, mean.to(param.dtype))
+                param.grad = part_like(param, mean.to(param.dtype, copy=not is_view))
         if copied:
             torch._foreach_copy_([grad for grad, _ in copied], [mean for _, mean in copied])
 
