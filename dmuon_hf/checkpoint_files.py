@@ -33,8 +33,10 @@ from dmuon_hf.core.errors import ConfigurationError
 __all__ = [
     "READ_ERRORS",
     "Stored",
+    "cause_of",
     "model_in",
     "optimizer_in",
+    "read_alone",
     "read_metadata",
     "read_param_groups",
     "read_whole",
@@ -181,10 +183,7 @@ def _read_sharded(stored: Stored, prefix: str = "") -> dict[str, Any]:
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(prefix)
     }
-    with into_fresh_tensors(), warnings.catch_warnings():
-        # That one process reads, which is what is wanted.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(flat, storage_reader=FileSystemReader(stored.path), no_dist=True)
+    read_alone(flat, stored.path)
     nested: dict[Any, Any] = {}
     for key, value in flat.items():
         *parents, last = metadata.planner_data[key][1:]
@@ -197,12 +196,24 @@ def _read_sharded(stored: Stored, prefix: str = "") -> dict[str, Any]:
     return nested
 
 
+def read_alone(flat: dict[str, Any], path: Path) -> None:
+    """Fill a flat state dict, whose tensors nobody else uses, from a DCP directory, in this process alone."""
+    with into_fresh_tensors(), warnings.catch_warnings():
+        # That one process reads, which is what is wanted.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(flat, storage_reader=FileSystemReader(path), no_dist=True)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What went wrong: DCP collects it for each rank, with tracebacks."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def unreadable(path: Path, error: BaseException) -> ConfigurationError:
     """The error to raise for a file that its reader fails on."""
     if isinstance(error, ConfigurationError):
         return error
-    # DCP collects what went wrong on each rank, with tracebacks.
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    cause = cause_of(error)
     return ConfigurationError(
         f"{path} cannot be read ({type(cause).__name__}: {cause}), most likely because the run ended while it was "
         "saved. Resume from an earlier checkpoint"

@@ -1,8 +1,8 @@
 """The command line `dmuon-hf`: what would happen to a model, its files brought into other forms, and the machine.
 
-`parser` has the arguments; each command is a module that is imported when it runs: `plan`, `routes`, `export`,
-`import_`, `rates`, `doctor`. Results go to stdout, everything else to stderr. Exit status: 0, 1 where a check found
-something wrong (`doctor`), 2 for a request that cannot be done, with the reason.
+`parser` has the arguments; each command is in a module that is imported when it runs: `plan`, `routes`, `export` (which
+imports as well), `rates`, `doctor` (and the version). Results go to stdout, everything else to stderr. Exit status: 0,
+1 where a check found something wrong (`doctor`), 2 for a request that cannot be done, with the reason.
 """
 
 from __future__ import annotations

@@ -31,10 +31,9 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import Plan, make_plan
 from dmuon_hf.step_model import Layout, Machine, Method, forward_backward, optimizer_phase
 
-__all__ = ["MODES", "Mode", "Outlook", "Request", "Rival", "modes_for", "outlook"]
+__all__ = ["Mode", "Outlook", "Request", "Rival", "modes_for", "outlook"]
 
 Mode = Literal["one process", "ddp", "z2", "z3", "hsdp"]
-MODES: tuple[Mode, ...] = ("one process", "ddp", "z2", "z3", "hsdp")
 _MASTER = 4
 
 

@@ -13,7 +13,6 @@ it is asked for: DCP and safetensors read what is wanted, a file of `torch.save`
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dmuon_hf.checkpoint_files import READ_ERRORS, Stored, model_in, read_metadata
+from dmuon_hf.checkpoint_files import READ_ERRORS, Stored, cause_of, model_in, read_alone, read_metadata
 from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = ["Entry", "StoredWeights", "open_weights"]
@@ -117,8 +116,7 @@ def _stored(checkpoint: Path) -> Stored:
 def _damaged(path: Path, error: BaseException) -> ConfigurationError:
     if isinstance(error, ConfigurationError):
         return error
-    failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
+    cause = cause_of(error)
     return ConfigurationError(
         f"{path} cannot be read ({type(cause).__name__}: {cause}): it is truncated, damaged or of another kind"
     )
@@ -151,16 +149,10 @@ class _Distributed:
         }
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
         found = {name: torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype) for name in names}
         flat: dict[str, Any] = {self._keys[name]: tensor for name, tensor in found.items()}
         try:
-            with warnings.catch_warnings():
-                # That one process reads, which is what is wanted.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load(flat, storage_reader=FileSystemReader(self.path), no_dist=True)
+            read_alone(flat, self.path)
         except READ_ERRORS as error:
             raise _damaged(self.path, error) from error
         return found
