@@ -224,7 +224,7 @@ def test_config_asks_for_fsdp2_on_a_mesh_of_all_processes(config: Path) -> None:
 
 
 def test_every_config_is_shipped_for_gpus_and_for_cpus() -> None:
-    modes = ("fsdp2", "fsdp2_tp", "hsdp")
+    modes = ("fsdp2", "fsdp2_tp", "hsdp", "hsdp_tp")
     assert [config.stem for config in CONFIGS] == [
         *(f"dmuon_cpu_{mode}" for mode in modes),
         *(f"dmuon_{mode}" for mode in modes),

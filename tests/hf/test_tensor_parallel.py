@@ -1,8 +1,7 @@
-"""FSDP2 with tensor parallelism, as accelerate's `ParallelismConfig` asks for it, trains like one process."""
+"""FSDP2 and HSDP with tensor parallelism, as accelerate's `ParallelismConfig` asks for it, train like one process."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from tests.harness import run_ranks
 from tests.hf.support import (
     arguments,
     as_launched,
-    error_of,
     finish,
     fsdp_env,
     full_weights,
@@ -34,40 +32,44 @@ from tests.hf.support import (
 )
 from tests.hf.zoo.tiny import FAMILIES
 
-MESHES = {"fsdp_tp": {"dp_shard_size": 2, "tp_size": 2}}
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp2_tp": {"dp_replicate_size": 1, "dp_shard_size": 2, "tp_size": 2},
+    "hsdp_tp": {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2},
+}
 HYPER = {"lr": 5e-3, "weight_decay": 0.1, "eps": 1e-3}
 
 
-def accelerator_of(mesh: str | None, **plugin: Any) -> Accelerator:
-    as_launched()
+def env_of(mesh: str | None, **extra: str) -> dict[str, str]:
     if mesh is None:
-        return Accelerator(cpu=True)
-    return Accelerator(
-        cpu=True, fsdp_plugin=dmuon_hf.DMuonPlugin(**plugin), parallelism_config=ParallelismConfig(**MESHES[mesh])
-    )
+        return {}
+    sizes = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in MESHES[mesh].items()}
+    return fsdp_env(2, state_dict="SHARDED_STATE_DICT") | sizes | extra
+
+
+def parts_of(mesh: str | None) -> int:
+    """Into how many parts a batch is cut: the ranks of one tensor-parallel group get the same."""
+    return 1 if mesh is None else MESHES[mesh]["dp_replicate_size"] * MESHES[mesh]["dp_shard_size"]
 
 
 def model_of(name: str) -> nn.Module:
     if name == "tied":
         return tiny_llama(tie_word_embeddings=True)
-    if name == "moe":
-        torch.manual_seed(0)
-        return tf.Qwen3MoeForCausalLM(
-            tf.Qwen3MoeConfig(
-                hidden_size=32, intermediate_size=48, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
-                num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=128,
-            )
-        )  # fmt: skip
-    return tiny_llama()
+    torch.manual_seed(0)
+    return tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(
+            hidden_size=32, intermediate_size=48, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=128,
+        )
+    )  # fmt: skip
 
 
-def loop(rank: int, world: int, mesh: str | None, name: str) -> dict[str, Any]:
-    accelerator = accelerator_of(mesh)
+def loop(name: str, parts: int) -> dict[str, Any]:
+    """Three steps of a loop on accelerate, under the launch of this process."""
+    accelerator = Accelerator(cpu=True)
     model = model_of(name)
     optimizer = dmuon_hf.create_optimizer(model, **HYPER)
-    data = 1 if mesh is None else MESHES[mesh]["dp_shard_size"]
     rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny_dataset(12)]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4 // data))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4 // parts))
     norms = []
     for batch in loader:
         accelerator.backward(model(**batch).loss)
@@ -79,65 +81,36 @@ def loop(rank: int, world: int, mesh: str | None, name: str) -> dict[str, Any]:
         for key, p in model.named_parameters()
         if "momentum_buffer" in (entry := optimizer.state[p])
     }
-    result = {
+    return {
         "norms": norms,
         "weights": full_weights(model),
         "momenta": momenta,
-        "kinds": {key: type(p.data).__name__ for key, p in model.named_parameters()},
+        "kinds": {key: (type(p.data).__name__, p.dtype) for key, p in model.named_parameters()},
         "state": accelerator.get_state_dict(model),
-        "description": dmuon_hf.describe(model, optimizer),
+        "mesh": None if accelerator.torch_device_mesh is None else accelerator.torch_device_mesh.mesh_dim_names,
     }
-    finish()
-    return result
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@functools.cache
-def alone(name: str) -> dict[str, Any]:
-    return run_ranks(loop, 1, None, name, init=False)[0]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["tied", "moe"])
-def test_loop_with_tensor_parallelism_trains_like_one_process(mesh: str, name: str) -> None:
-    want = alone(name)
-    ranks = run_ranks(loop, 4, mesh, name, init=False)
-    for got in ranks:
-        assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
-        assert got["momenta"].keys() == want["momenta"].keys()
-        for kind in ("momenta", "weights"):
-            for key, value in want[kind].items():
-                assert (got[kind][key] - value).norm() <= 1e-3 * value.norm() + 1e-6, (kind, key)
-        assert got["kinds"]["model.layers.0.self_attn.q_proj.weight"] == "OwnedTensor"
-    state = ranks[0]["state"]
-    assert state.keys() == want["state"].keys()
-    for key in want["weights"]:
-        torch.testing.assert_close(state[key], ranks[0]["weights"][key], msg=key)
-
-
-def trainer_run(
-    rank: int, world: int, directory: str, mesh: str | None, max_steps: int, resume: bool
-) -> dict[str, Any]:
-    as_launched()
-    data = 1 if mesh is None else MESHES[mesh]["dp_shard_size"]
+def trainer_run(directory: str, parts: int) -> dict[str, Any]:
+    """Two steps, a checkpoint, and two more by another Trainer that resumes from it."""
     args = arguments(
         directory,
         max_steps=4,
-        per_device_train_batch_size=4 // data,
+        per_device_train_batch_size=4 // parts,
         save_strategy="steps",
         save_steps=2,
         adam_epsilon=1e-3,
     )
-    trainer = make_trainer(tiny_llama(), args)
-    trainer.add_callback(StopAfter(max_steps))
-    trainer.train(resume_from_checkpoint=resume)
+    for stop, resume in ((2, False), (4, True)):
+        trainer = make_trainer(tiny_llama(), args)
+        trainer.add_callback(StopAfter(stop))
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(directory)
-    result = {"losses": losses(trainer), "weights": full_weights(trainer.model)}
-    finish()
-    return result
+    return {"losses": losses(trainer), "weights": full_weights(trainer.model)}
 
 
 class StopAfter(tf.TrainerCallback):
@@ -150,12 +123,54 @@ class StopAfter(tf.TrainerCallback):
         control.should_training_stop |= state.global_step >= self._step
 
 
-def test_trainer_with_tensor_parallelism_trains_saves_and_resumes_like_one_process(tmp_path: Path) -> None:
-    (want,) = run_ranks(trainer_run, 1, str(tmp_path / "one"), None, 4, False, init=False)
-    directory, env = str(tmp_path / "tp"), fsdp_env(2, state_dict="SHARDED_STATE_DICT")
-    env |= {"PARALLELISM_CONFIG_TP_SIZE": "2"}
-    run_ranks(trainer_run, 4, directory, "fsdp_tp", 2, False, init=False, env=env)
-    got = run_ranks(trainer_run, 4, directory, "fsdp_tp", 4, True, init=False, env=env)[0]
+def train(rank: int, world: int, mesh: str | None, directory: str) -> dict[str, Any]:
+    if mesh is not None:
+        as_launched()
+    result: dict[str, Any] = {name: loop(name, parts_of(mesh)) for name in ("tied", "moe")}
+    result["trainer"] = trainer_run(directory, parts_of(mesh))
+    finish()
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(train, 1, None, str(tmp_path_factory.mktemp("alone")), init=False)[0]
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The directory that the Trainer saved into, and what every rank has seen."""
+    mesh, directory = request.param, tmp_path_factory.mktemp(request.param)
+    world = parts_of(mesh) * MESHES[mesh]["tp_size"]
+    ranks = run_ranks(train, world, mesh, str(directory), init=False, env=env_of(mesh), timeout=300)
+    axes = tuple(name.removesuffix("_size") for name, size in MESHES[mesh].items() if size > 1)
+    assert all(rank["tied"]["mesh"] == axes for rank in ranks)
+    return directory, ranks
+
+
+@pytest.mark.parametrize("name", ["tied", "moe"])
+def test_loop_with_tensor_parallelism_trains_like_one_process(
+    alone: dict[str, Any], launched: tuple[Path, list[Any]], name: str
+) -> None:
+    want, ranks = alone[name], [rank[name] for rank in launched[1]]
+    for got in ranks:
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
+        assert got["momenta"].keys() == want["momenta"].keys()
+        for kind in ("momenta", "weights"):
+            for key, value in want[kind].items():
+                assert (got[kind][key] - value).norm() <= 1e-3 * value.norm() + 1e-6, (kind, key)
+        assert got["kinds"]["model.layers.0.self_attn.q_proj.weight"] == ("OwnedTensor", torch.float32)
+    state = ranks[0]["state"]
+    assert state.keys() == want["state"].keys()
+    for key in want["weights"]:
+        torch.testing.assert_close(state[key], ranks[0]["weights"][key], msg=key)
+
+
+def test_trainer_with_tensor_parallelism_trains_saves_and_resumes_like_one_process(
+    alone: dict[str, Any], launched: tuple[Path, list[Any]]
+) -> None:
+    want, (directory, ranks) = alone["trainer"], launched
+    got = ranks[0]["trainer"]
     torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=1e-3, atol=1e-5)
     reopened = dict(tf.AutoModelForCausalLM.from_pretrained(directory).named_parameters())
     for key, value in want["weights"].items():
@@ -163,24 +178,42 @@ def test_trainer_with_tensor_parallelism_trains_saves_and_resumes_like_one_proce
         torch.testing.assert_close(reopened[key].detach(), got["weights"][key], msg=key)
 
 
-def refused(rank: int, world: int) -> None:
+def half(rank: int, world: int, parts: int) -> dict[str, Any]:
     as_launched()
-    Accelerator()
-    dmuon_hf.create_optimizer(tiny_llama(), lr=1e-3)
+    result = loop("tied", parts)
+    finish()
+    return result
 
 
-def test_loading_on_one_process_alone_is_refused_with_tensor_parallelism() -> None:
-    env = fsdp_env(2, FSDP_CPU_RAM_EFFICIENT_LOADING="true") | {"PARALLELISM_CONFIG_TP_SIZE": "2"}
-    for outcome in run_ranks(refused, 4, init=False, env=env, expect_failure=True, linger=10):
-        assert "cpu_ram_efficient_loading: false" in error_of(outcome)
+def test_bf16_with_tensor_parallelism_is_as_near_to_fp32_as_without(alone: dict[str, Any]) -> None:
+    start = dict(model_of("tied").named_parameters())
+    bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    without = run_ranks(half, 2, 2, init=False, env=fsdp_env(2, **bf16))[0]
+    for got in run_ranks(half, 4, 2, init=False, env=env_of("fsdp2_tp", **bf16)):
+        assert got["norms"] == pytest.approx(without["norms"], rel=5e-3)
+        for key, value in alone["tied"]["weights"].items():
+            kind = "OwnedTensor" if key in got["momenta"] else "DTensor"
+            assert got["kinds"][key] == (kind, torch.float32), key
+            error, usual = ((run["weights"][key] - value).norm() for run in (got, without))
+            assert error <= 1.5 * usual, key
+            assert usual < 0.2 * (value - start[key]).norm(), key
 
 
-def test_tensor_parallelism_of_replicas_is_refused() -> None:
-    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    state: Any = SimpleNamespace(
-        distributed_type=SimpleNamespace(value="MULTI_GPU"), mixed_precision="no", parallelism_config=config
+@pytest.mark.parametrize(
+    ("kind", "one_loads", "message"),
+    [("MULTI_GPU", False, "without FSDP is not built"), ("FSDP", True, "cpu_ram_efficient_loading: false")],
+)
+def test_launches_that_cannot_cut_the_model_are_refused(kind: str, one_loads: bool, message: str) -> None:
+    plugin = SimpleNamespace(
+        fsdp_version=2, cpu_offload=None, ignored_modules=None, cpu_ram_efficient_loading=one_loads
     )
-    with pytest.raises(NotImplementedError, match="without FSDP is not built"):
+    state: Any = SimpleNamespace(
+        distributed_type=SimpleNamespace(value=kind),
+        mixed_precision="no",
+        parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2),
+        fsdp_plugin=plugin,
+    )
+    with pytest.raises(NotImplementedError, match=message):
         check_launch(state)
 
 
