@@ -19,8 +19,9 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
 from recipe_data import load_blocks
+from recipe_log import quiet
 from recipe_models import load_model
-from recipe_run import leave, quiet, where_next
+from recipe_run import leave, where_next
 from torch.utils.data import DataLoader
 from transformers import default_data_collator, get_scheduler
 

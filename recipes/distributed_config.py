@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pretrain import ModelArguments, make_model
 from recipe_data import load_blocks
+from recipe_log import quiet
 from recipe_models import byte_tokenizer
-from recipe_run import leave, quiet, where_next
+from recipe_run import leave, where_next
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed

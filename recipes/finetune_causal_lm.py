@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from recipe_data import load_blocks
+from recipe_log import announce, quiet, report
 from recipe_models import load_model
-from recipe_run import Forecast, announce, checkpoint_of, end, leave, quiet
+from recipe_run import checkpoint_of, end, leave
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import dmuon_hf
@@ -115,6 +116,7 @@ def main() -> int:
     parser.set_defaults(**DEFAULTS)
     model_args, data_args, muon_args, args = parser.parse_args_into_dataclasses()
     quiet(args.process_index == 0)
+    announce(args, f"fine-tuning {model_args.model} on {data_args.dataset}", data_args.block_size)
     set_seed(args.seed)
 
     output = Path(args.output_dir)
@@ -130,7 +132,6 @@ def main() -> int:
         split=data_args.dataset_split,
         column=data_args.text_column,
     )
-    announce(args, f"fine-tuning {model_args.model} on {data_args.dataset}", blocks)
     trainer = Trainer(
         model=model,
         args=args,
@@ -138,7 +139,7 @@ def main() -> int:
         eval_dataset=blocks.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=[ShowPlan(), Forecast()],
+        callbacks=[ShowPlan()],
         optimizers=dmuon_hf.create(
             muon_lr=muon_args.muon_lr,
             adamw_lr=muon_args.adamw_lr,
@@ -148,6 +149,7 @@ def main() -> int:
             lr_scale=muon_args.lr_scale,
         ),
     )
+    report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
     return end(trainer, output, blocks.held_out[0]["input_ids"][:64])
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from recipe_data import load_blocks
+from recipe_log import announce, quiet, report
 from recipe_models import byte_tokenizer
-from recipe_run import Forecast, announce, checkpoint_of, end, leave, quiet
+from recipe_run import checkpoint_of, end, leave
 from transformers import (
     AutoTokenizer,
     HfArgumentParser,
@@ -113,6 +114,8 @@ def main() -> int:
 
     tokenizer = byte_tokenizer() if sizes.vocabulary is None else AutoTokenizer.from_pretrained(sizes.vocabulary)
     model = make_model(sizes, tokenizer)
+    what = f"pretraining {model.num_parameters() / 1e6:.1f} M parameters on {sizes.dataset}"
+    announce(args, what, sizes.block_size)
     blocks = load_blocks(
         sizes.dataset,
         tokenizer,
@@ -120,7 +123,6 @@ def main() -> int:
         max_train=sizes.max_train_blocks or None,
         max_held_out=sizes.max_eval_blocks,
     )
-    announce(args, f"pretraining {model.num_parameters() / 1e6:.1f} M parameters on {sizes.dataset}", blocks)
     trainer = Trainer(
         model=model,
         args=args,
@@ -128,9 +130,9 @@ def main() -> int:
         eval_dataset=blocks.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=[Forecast()],
         optimizers=dmuon_hf.create() if sizes.optimizer == "muon" else (None, None),
     )
+    report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
     return end(trainer, Path(args.output_dir), blocks.held_out[0]["input_ids"][:64])
 

@@ -1,78 +1,25 @@
-"""What the recipes share: the summary of a run, saving, and a fresh process that reopens what was saved."""
+"""What the recipes share: how a run ends, saving, and a fresh process that reopens what was saved."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from recipe_data import Blocks
 from safetensors.torch import save_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 
-__all__ = [
-    "Forecast",
-    "announce",
-    "checkpoint_of",
-    "end",
-    "held_out_summary",
-    "leave",
-    "quiet",
-    "save",
-    "where_next",
-]
-
-
-def quiet(is_main: bool) -> None:
-    """One rank speaks: logs of the others, and their progress bars, are left out."""
-    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    logging.getLogger("dmuon_hf.core").setLevel(logging.WARNING)
-    if not is_main:
-        os.environ["TQDM_DISABLE"] = "1"
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+__all__ = ["checkpoint_of", "end", "held_out_summary", "leave", "save", "where_next"]
 
 
 def checkpoint_of(flag: str | None) -> str | bool | None:
     """What `--resume_from_checkpoint` means: a directory, or `True` for the last checkpoint in the output directory."""
     words = {"true": True, "false": False}
     return flag if flag is None else words.get(flag.lower(), flag)
-
-
-def announce(args: TrainingArguments, what: str, blocks: Blocks) -> None:
-    """Say on one rank, before anything slow, what will happen."""
-    if args.process_index:
-        return
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * len(blocks.train) // batch)
-    print(
-        f"{what}: {steps} steps of {batch} x {len(blocks.train[0]['input_ids'])} tokens on {args.world_size} "
-        f"process(es), {len(blocks.held_out)} sequences held out, results in {args.output_dir}; how long it takes is "
-        "said after the second step",
-        flush=True,
-    )
-
-
-class Forecast(TrainerCallback):
-    """Print how long the rest takes, once a step was made that set nothing up any more."""
-
-    def __init__(self) -> None:
-        self._started = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the Trainer on every rank."""
-        self._started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the Trainer on every rank."""
-        if state.is_world_process_zero and state.global_step == 2 < state.max_steps:
-            step = time.perf_counter() - self._started
-            print(f"a step takes {step:.1f} s: about {step * (state.max_steps - 2) / 60:.1f} min to go", flush=True)
 
 
 def plot_losses(trainer: Trainer, output: Path) -> Path | None:
@@ -127,6 +74,7 @@ def check_export(output: Path, reference: Path, tolerance: float) -> int:
     launch = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     env = {key: value for key, value in os.environ.items() if not key.startswith(launch) and key not in names}
+    env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # those of reading weights, too
     script = Path(__file__).with_name("check_export.py")
     prompt = "def read_text(path):\n    "
     options = ["--prompt", prompt, "--tolerance", str(tolerance)]

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from recipe_log import announce, quiet, report
 from recipe_models import load_model
 from recipe_pairs import give_chat_template
-from recipe_run import Forecast, checkpoint_of, quiet, where_next
+from recipe_run import checkpoint_of, where_next
 from transformers import HfArgumentParser, set_seed
 
 import dmuon_hf
@@ -67,6 +68,7 @@ def run(
     parser.set_defaults(**_DEFAULTS, output_dir=output_dir)
     own, args = parser.parse_args_into_dataclasses()
     quiet(args.process_index == 0)
+    announce(args, f"{trainer_class.__name__} of {own.model} on {own.dataset}")
     set_seed(args.seed)
     output = Path(args.output_dir)
     with args.main_process_first(desc="unpacking the model"):
@@ -78,9 +80,9 @@ def run(
         train_dataset=rows(own.dataset, own.max_rows),
         processing_class=tokenizer,
         peft_config=_adapters(own.lora_r),
-        callbacks=[Forecast()],
         optimizers=dmuon_hf.create(lora=own.lora) if own.lora_r else dmuon_hf.create(),
     )
+    report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -40,16 +40,16 @@ accelerator.end_training()
 """
 
 
-def _run(*command: str, cwd: Path) -> str:
-    """Output of a command that must succeed, in the environment of a plain shell."""
+def _run(*command: str, cwd: Path) -> tuple[str, str]:
+    """What a command that must succeed wrote on stdout and on stderr, in the environment of a plain shell."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    return done.stdout, done.stderr
 
 
-def _launch(config: str, script: Path, *arguments: str, cwd: Path) -> str:
+def _launch(config: str, script: Path, *arguments: str, cwd: Path) -> tuple[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -61,7 +61,7 @@ def _launch(config: str, script: Path, *arguments: str, cwd: Path) -> str:
 def test_launched_recipe_trains_saves_and_reopens(tmp_path: Path) -> None:
     recipe = RECIPES / "finetune_causal_lm.py"
     flags = ("--model", "tiny", "--max_steps", "8", "--block_size", "64", "--learning_rate", "2e-3")
-    output = _launch("dmuon_cpu_hsdp.yaml", recipe, *flags, "--output_dir", "out", cwd=tmp_path)
+    output, errors = _launch("dmuon_cpu_hsdp.yaml", recipe, *flags, "--output_dir", "out", cwd=tmp_path)
 
     assert "owners on 2 shards x 2 replicas" in output
     assert re.search(r"model\.layers\.\*\.mlp\.up_proj\.weight +96x64 +muon +decay/muon", output)
@@ -71,12 +71,15 @@ def test_launched_recipe_trains_saves_and_reopens(tmp_path: Path) -> None:
     assert "largest difference of a logit 0.00e+00 (equal)" in output
     assert "generated:" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
+    assert re.search(r"^step 3 of 8: loss [\d.]+, gradient norm ", output, re.MULTILINE)
+    # No bars and no warnings: one line of one rank.
+    assert re.fullmatch(r"Muon: 14 matrices, .*; 4 owners, .*\n", errors), errors
 
 
 def test_cpu_launch_with_the_import_is_fsdp2(tmp_path: Path) -> None:
     script = tmp_path / "mode.py"
     script.write_text(CHECK_MODE)
-    output = _launch("dmuon_cpu_fsdp2.yaml", script, cwd=tmp_path)
+    output, _ = _launch("dmuon_cpu_fsdp2.yaml", script, cwd=tmp_path)
     assert sorted(output.splitlines()) == [f"rank {rank} fsdp2 True FSDP cpu (2,)" for rank in range(2)]
 
 

@@ -114,6 +114,13 @@ def test_the_choice_is_logged_once_with_what_was_passed_over(machine, caplog):
     assert passed_over == "not quack, since the package quack-kernels is not installed"
 
 
+def test_nothing_is_said_of_kernels_without_a_gpu(machine, caplog):
+    machine.sm = 0
+    with caplog.at_level(logging.INFO, logger="dmuon_hf"):
+        assert NewtonSchulz().kernel_name == "cublas"
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("name", ["quack", "cute_sm80", "triton"])
 def test_kernel_without_its_package_raises_with_the_package(machine, name):
     machine.versions = {}

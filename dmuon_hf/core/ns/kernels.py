@@ -123,7 +123,8 @@ def _best_kernel() -> Kernel:
                 kernel = SyrkKernel(candidate)
                 break
             passed_over.append(f"; not {candidate.name}, since {reason}")
-    log_once(f"Newton-Schulz kernel on this machine: {kernel.name} (SM{sm}){''.join(passed_over)}")
+    if sm:  # Without an NVIDIA GPU there was nothing to choose from.
+        log_once(f"Newton-Schulz kernel on this machine: {kernel.name} (SM{sm}){''.join(passed_over)}")
     return kernel
 
 
