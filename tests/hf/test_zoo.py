@@ -36,6 +36,8 @@ def test_sampled_classes_have_right_routes_and_layouts(mapping: str) -> None:
         ("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Attention.kv_b_proj"),
         ("mamba", "MambaForCausalLM", "MambaMixer.x_proj"),
         ("modernbert", "ModernBertForMaskedLM", "ModernBertMLP.Wi"),
+        ("siglip2", "Siglip2ForImageClassification", "MultiheadAttention.in_proj_weight"),
+        ("granite_speech", "GraniteSpeechForConditionalGeneration", "GraniteSpeechConformerAttention.to_kv"),
     ],
 )
 def test_forward_proves_a_layout_and_refutes_any_other(

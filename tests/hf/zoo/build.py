@@ -122,9 +122,14 @@ MISSING: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 3, "num_hidden_layers": 4},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "esm": {"vocab_size": 33},
     "gemma3n_text": {"num_kv_shared_layers": 0},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ __all__ = ["traced_roles"]
 TOKENS = 16
 _HIDDEN = frozenset(
     {
-        "current_states", "hidden_state", "hidden_states", "hidden_states_1", "input", "inputs", "inputs_embeds", "key",
-        "queries", "query", "query_states", "value", "x",
+        "condition", "current_states", "hidden_state", "hidden_states", "hidden_states_1", "input", "inputs",
+        "inputs_embeds", "key", "latents", "queries", "query", "query_states", "value", "x",
     }
 )  # fmt: skip
 _NUMBERS = {
@@ -32,15 +33,24 @@ _NUMBERS = {
     "seq_len": TOKENS,
     "width": 4,
 }
+_MASK_NAMES = frozenset({"attention_mask", "mask"})
+_MASKS: tuple[Tensor | None, ...] = (
+    None,
+    torch.ones(1, TOKENS, device="meta"),
+    torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"),
+    torch.ones(1, 2 * TOKENS, device="meta"),
+)
+"""Of no use, of tokens, of pairs of tokens, of tokens and as many latents."""
 _PAIRS = frozenset({"position_embedding", "position_embeddings", "rope_emb", "rotary_emb"})
 
 
 def traced_roles(
-    found: Survey, weights: Mapping[str, nn.Parameter], transposed: Callable[[str], bool]
+    found: Survey, weights: Mapping[str, nn.Parameter], transposed: Callable[[str], bool], fused: Collection[str]
 ) -> dict[str, list[Tensor]]:
     """Roles of the rows of each weight that a forward has shown: of the model's own, then of the modules around it.
 
-    `transposed` says which weights are stored `(in, out)`.
+    `transposed` says which weights are stored `(in, out)`; `fused` names those that are not done with until something
+    was made of their output.
     """
     for module in found.model.modules():
         config = getattr(module, "config", None)
@@ -54,8 +64,11 @@ def traced_roles(
                 module = _around(found, name, outwards)
                 if module is None or type(module).forward is nn.Module.forward:
                     continue
+                is_done = tracer.has_read if name in fused else tracer.has_seen
                 for inputs in _block_inputs(module):
-                    if tracer.has_seen(name) or _attempt(module, inputs):
+                    if "condition" in inputs:
+                        tracer.mark(inputs["condition"])
+                    if is_done(name) or _attempt(module, inputs):
                         break
     return tracer.roles()
 
@@ -114,20 +127,27 @@ def _block_inputs(module: nn.Module) -> Iterator[dict[str, Any]]:
     parameters = [item for item in inspect.signature(module.forward).parameters.values() if item.kind not in kinds]
     head = _head_size(module, width)
     sequence, image = [(1, TOKENS, width), (TOKENS, width)], [(1, 4, 4, width), (1, width, 4, 4)]
-    for shape in (*sequence, *image, (TOKENS, 1, width), (1, width, TOKENS)):
-        for rotary in (head, head // 2, head // 4):
-            values = {item.name: _argument(item.name, shape, rotary) for item in parameters}
-            if parameters:
-                values[parameters[0].name] = _meta(*shape)
-            required = {item.name for item in parameters if item.default is item.empty}
-            yield {name: value for name, value in values.items() if value is not None or name in required}
+    required = {item.name for item in parameters if item.default is item.empty}
+    masks = _MASKS if required & _MASK_NAMES else _MASKS[:1]
+    shapes = (*sequence, *image, (TOKENS, 1, width), (1, width, TOKENS))
+    for shape, mask, rotary in itertools.product(shapes, masks, (head, head // 2, head // 4)):
+        # One tensor for all of them, as where a module attends to itself.
+        hidden = _meta(*shape)
+        values = {item.name: _argument(item.name, hidden, rotary) for item in parameters}
+        if parameters:
+            values[parameters[0].name] = hidden
+        values |= dict.fromkeys(required & _MASK_NAMES, mask)
+        if "attention_dists" in values:
+            context = _integer(module, "context_size") or TOKENS
+            values["attention_dists"] = torch.zeros(context, context, dtype=torch.int64, device="meta")
+        yield {name: value for name, value in values.items() if value is not None or name in required}
 
 
-def _argument(name: str, shape: tuple[int, ...], rotary: int) -> Any:
+def _argument(name: str, hidden: Tensor, rotary: int) -> Any:
     if name in _HIDDEN:
-        return _meta(*shape)
+        return hidden
     if name in _PAIRS:
-        one = _meta(TOKENS, rotary) if len(shape) == 2 else _meta(1, TOKENS, rotary)
+        one = _meta(TOKENS, rotary) if hidden.ndim == 2 else _meta(1, TOKENS, rotary)
         return one, one
     if name == "rotary_pos_emb":
         return _meta(TOKENS, rotary)
@@ -137,6 +157,8 @@ def _argument(name: str, shape: tuple[int, ...], rotary: int) -> Any:
         return torch.arange(TOKENS)[None].to("meta")
     if name == "input_dimensions":
         return 4, 4
+    if name == "grid_thw":
+        return [[1, 4, 4]]
     return _NUMBERS.get(name)
 
 

@@ -107,7 +107,8 @@ def _check_layouts(found: Survey, table: Mapping[str, Route], finding: Finding, 
             first.setdefault(_label(found, name), name)
     finding.fused = {label for label, name in first.items() if _spec(table[name]).count > 1}
     weights = {name: found.model.get_parameter(name) for label, name in first.items() if label not in known}
-    seen = traced_roles(found, weights, lambda name: _spec(table[name]).transposed) if weights else {}
+    fused = {name for name in weights if _spec(table[name]).count > 1}
+    seen = traced_roles(found, weights, lambda name: _spec(table[name]).transposed, fused) if weights else {}
     for label, name in first.items():
         if name not in seen:
             continue

@@ -16,6 +16,7 @@ import bisect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -95,10 +96,24 @@ class RoleTracer(TorchFunctionMode):
             self._rows[name] = (self._total, rows)
             self._weights[id(weight)] = (name, weight)
             self._total += rows
+        # One row more, of what is marked.
+        self._names.append("")
+        self._starts.append(self._total)
+        self._total += 1
+        self._read = torch.zeros(self._total, dtype=torch.bool)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Follow an input as the output of a weight that is none of these: what meets it is not one role with it."""
+        self._shadows[id(tensor)] = (tensor, torch.full((), self._total - 1).expand(tensor.shape))
 
     def has_seen(self, name: str) -> bool:
         """Whether something came out of a weight."""
         return name in self._seen
+
+    def has_read(self, name: str) -> bool:
+        """Whether all that came out of a weight went into something."""
+        start, rows = self._rows[name]
+        return bool(self._read[start : start + rows].all())
 
     def roles(self) -> dict[str, list[Tensor]]:
         """Rows of each role of every weight that was seen, by their first row; rows that nothing read are absent."""
@@ -142,28 +157,37 @@ class RoleTracer(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "__get__")
+        if func is torch.nn.functional.multi_head_attention_forward:
+            return self._inside(func, args, kwargs)
+        if name in ("split", "split_with_sizes"):
+            args = _adding_up(args, kwargs)
         result = _run(func, name, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._follow(func, name, args, kwargs, result)
         return result
 
+    def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follow the steps of a function of torch that is written in Python."""
+        with mock.patch.object(torch.nn.functional, "has_torch_function", return_value=False), self:
+            return func(*args, **kwargs)
+
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         tagged = [tensor for tensor in tensors if id(tensor) in self._shadows]
-        weight = next((self._weights[id(tensor)][0] for tensor in tensors if id(tensor) in self._weights), None)
+        weight = next((tensor for tensor in tensors if id(tensor) in self._weights), None)
         if weight is not None and isinstance(result, Tensor):
-            self._pass_weight(name, weight, tagged, result)
+            self._pass_weight(name, self._weights[id(weight)][0], weight is tensors[0], tagged, result)
         elif tagged and name not in _TELLS:
             moved = name in _MOVES and self._move(func, name, args, kwargs, result)
             kept = not moved and isinstance(result, Tensor) and self._keep(name, args, kwargs, tagged, result)
             if not moved and not kept:
                 self._combine((name, _call_site()), tagged)
 
-    def _pass_weight(self, function: str, name: str, tagged: list[Tensor], result: Tensor) -> None:
+    def _pass_weight(self, function: str, name: str, is_left: bool, tagged: list[Tensor], result: Tensor) -> None:
         start, rows = self._rows[name]
         if function in _PRODUCTS:
             self._combine(name, tagged)
-            channels_first = function == "conv1d"
+            channels_first = function == "conv1d" or is_left
             if result.shape[-2 if channels_first else -1] == rows:
                 index = torch.arange(start, start + rows)
                 self._shadows[id(result)] = (result, (index[:, None] if channels_first else index).expand(result.shape))
@@ -226,6 +250,7 @@ class RoleTracer(TorchFunctionMode):
         """Join the rows that each tensor brings here, and those that the same place of the code got before."""
         for position, tensor in enumerate(tagged):
             rows = _rows(self._shadows[id(tensor)][1])
+            self._read[rows] = True
             for part in self._by_owner(rows):
                 place = (site, position, self._owner(part))
                 first = self._sites.setdefault(place, int(part[0]))
@@ -275,6 +300,9 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             return _ANSWERS[name](first)
         if (name == "where" and len(args) == 1) or (name == "nonzero" and (kwargs.get("as_tuple") or len(args) > 1)):
             return tuple(_first_index() for _ in range(first.ndim))
+        if name == "nonzero" and first.ndim == 1 and "as_tuple" in kwargs:
+            # Some of the first, which are enough to go on: where they are experts, each is called.
+            return torch.empty(min(len(first), 4), 1, dtype=torch.int64, device="meta")
         if name in ("argwhere", "nonzero"):
             return _first_index(first.ndim)
         if name in ("unique", "unique_consecutive"):
@@ -293,7 +321,18 @@ def _first_index(*shape: int) -> Tensor:
     return torch.zeros(1, *shape, dtype=torch.int64, device="meta")
 
 
+def _adding_up(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments of a split whose sizes were read from a tensor without values: the first part takes what is left."""
+    if len(args) < 2 or not isinstance(args[1], (list, tuple)):
+        return args
+    tensor, sizes = args[:2]
+    rest = tensor.shape[kwargs.get("dim", args[2] if len(args) > 2 else 0)] - sum(sizes)
+    return tensor, [sizes[0] + max(rest, 0), *sizes[1:]], *args[2:]
+
+
 def _known_index(index: Any) -> Any:
+    if isinstance(index, Tensor) and index.is_meta and index.ndim == 1 and index.dtype == torch.bool:
+        return slice(None)
     unknown = isinstance(index, Tensor) and index.is_meta and index.ndim == 0 and not index.is_floating_point()
     return 0 if unknown else index
 
