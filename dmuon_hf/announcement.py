@@ -23,6 +23,7 @@ __all__ = ["announce", "announce_at_first_step", "summary_line", "unexpected"]
 logger = logging.getLogger(__name__)
 
 _LITTLE, _UNEVEN, _HIGH_RATE = 0.5, 0.25, 0.01
+_RULE_NAMES = {"muon": "Muon", "normuon": "NorMuon"}
 _announced: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
@@ -77,7 +78,7 @@ def summary_line(model: nn.Module, optimizer: dmuon.Muon) -> str:
     )
     share = 100 * sizes["muon"] / max(1, sizes["muon"] + sizes["adamw"])
     others = sum(len(group["params"]) for group in optimizer.param_groups if group["route"] == "adamw")
-    parts = [f"Muon: {matrices} matrices, {_short(sizes['muon'])} elements ({share:.0f} %)"]
+    parts = [f"{_rules_of(optimizer)}: {matrices} matrices, {_short(sizes['muon'])} elements ({share:.0f} %)"]
     if others:
         parts.append(f"AdamW: {others} tensors, {_short(sizes['adamw'])}")
     frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
@@ -123,6 +124,12 @@ def unexpected(model: nn.Module, optimizer: dmuon.Muon) -> Iterator[str]:
             f"group {name!r} has the learning rate {high[name]:g}; with lr_scale='match_rms_adamw' Muon takes the "
             "rates of AdamW. Rates such as 0.02 belong to lr_scale='original' or 'spectral'"
         )
+
+
+def _rules_of(optimizer: dmuon.Muon) -> str:
+    """`Muon`, `NorMuon`, or both."""
+    rules = {group["update_rule"] for group in optimizer.param_groups if group["route"] == "muon"}
+    return " and ".join(_RULE_NAMES[rule] for rule in sorted(rules)) or _RULE_NAMES["muon"]
 
 
 def _sizes(optimizer: dmuon.Muon) -> dict[str, int]:

@@ -109,7 +109,8 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
         param_groups: `{name or shell pattern: settings}`, or dicts with patterns in `"params"` and a `"group_name"`.
             Settings are `lr` (of all weights in it), `muon_lr`, `adamw_lr`, `lr_factor` (on the rates that hold
             otherwise), `weight_decay`, `muon_weight_decay`, `adamw_weight_decay` (of what is decayed), `momentum`,
-            `nesterov`, `ns_steps`, `lr_scale`, `betas`, `eps`. Of several entries that match, the last counts.
+            `nesterov`, `ns_steps`, `lr_scale`, `update_rule`, `normuon_beta2`, `betas`, `eps`. Of several entries that
+            match, the last counts.
         muon_weight_decay: decoupled decay of the Muon weights; default `args.weight_decay`.
         momentum, nesterov, ns_steps, ns_backend: as in `dmuon_hf.core.Muon`, except that `ns_backend` is `"auto"` here:
             for each shape the form of Newton-Schulz that multiplies less.
@@ -118,6 +119,9 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
         coefficients: of Newton-Schulz: `"polar_express"`, `"you"`, `"quintic"`, or `(a, b, c)` per step.
         lr_scale: how the learning rate depends on a matrix's shape: `"match_rms_adamw"`, `"original"`, `"spectral"` or
             `"none"`. All but the first need `muon_lr`.
+        update_rule: `"muon"`, or `"normuon"` (arXiv 2510.05491), which brings the rows of an update to one size by
+            their second moments; the learning rate is Muon's.
+        normuon_beta2: decay of these second moments, 0.95 if left out.
         predicate: `(name, parameter) -> bool` choosing the Muon weights instead of the presets.
         routes: `{name or shell pattern: "muon" | "adamw"}`, exceptions to the presets or the predicate.
         layouts: `{name or shell pattern: MatrixSpec}`, the logical matrices of fused weights that the presets do not
@@ -213,6 +217,8 @@ def create_optimizer(
         ns_steps=settings.ns_steps,
         ns_backend=settings.newton_schulz(),
         lr_scale=settings.lr_scale,
+        update_rule=settings.update_rule,
+        normuon_beta2=_first(settings.normuon_beta2, 0.95),
         adamw_betas=_first(betas, (0.9, 0.999)),
         adamw_eps=_first(eps, 1e-8),
         replicate_async=settings.replicate_async,

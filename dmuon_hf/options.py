@@ -13,6 +13,7 @@ import dmuon_hf.core as dmuon
 from dmuon_hf.adapters import LoraPolicy, check_lora
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.coefficients import Coefficients, schedule
+from dmuon_hf.core.optim.normuon import UPDATE_RULES
 from dmuon_hf.rates import RateGroup, rate_groups
 
 __all__ = ["DMuonOptions", "MomentumWarmup", "options_of", "scheduled_momentum"]
@@ -57,6 +58,8 @@ class DMuonOptions:
     ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "auto"
     coefficients: Coefficients | None = None
     lr_scale: Literal["match_rms_adamw", "original", "spectral", "none"] = "match_rms_adamw"
+    update_rule: Literal["muon", "normuon"] = "muon"
+    normuon_beta2: float | None = None
     predicate: Predicate | None = None
     routes: Mapping[str, str] | None = None
     layouts: Mapping[str, dmuon.MatrixSpec | str] | None = None
@@ -71,6 +74,7 @@ class DMuonOptions:
                 "(only lr_scale='match_rms_adamw' can share the AdamW learning rate)"
             )
         self._check_momentum()
+        self._check_update_rule()
         check_lora(self.lora, ["of a model that is not known yet"])
         if self.coefficients is not None:
             schedule(self.coefficients)
@@ -93,6 +97,20 @@ class DMuonOptions:
                 f"{self.momentum_schedule!r}"
             )
         self.momentum_of()(0)
+
+    def _check_update_rule(self) -> None:
+        if self.update_rule not in UPDATE_RULES:
+            raise ConfigurationError(f"update_rule is one of {UPDATE_RULES}, not {self.update_rule!r}")
+        if self.normuon_beta2 is None:
+            return
+        if not 0.0 <= self.normuon_beta2 < 1.0:
+            raise ConfigurationError(f"normuon_beta2 is in [0, 1), not {self.normuon_beta2!r}")
+        rules = {
+            self.update_rule,
+            *(group.settings.get("update_rule") for group in rate_groups(self.param_groups or ())),
+        }
+        if "normuon" not in rules:
+            raise ConfigurationError("normuon_beta2 has no effect without update_rule='normuon'")
 
     def rate_groups(self) -> tuple[RateGroup, ...]:
         """`param_groups`, checked."""

@@ -25,7 +25,8 @@ Part = Literal["embedding", "head", "scalar"]
 _SETTINGS = frozenset(
     {
         "lr", "muon_lr", "adamw_lr", "lr_factor", "weight_decay", "muon_weight_decay", "adamw_weight_decay",
-        "momentum", "nesterov", "ns_steps", "lr_scale", "betas", "adamw_betas", "eps", "adamw_eps",
+        "momentum", "nesterov", "ns_steps", "lr_scale", "update_rule", "normuon_beta2",
+        "betas", "adamw_betas", "eps", "adamw_eps",
     }
 )  # fmt: skip
 

@@ -196,6 +196,13 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {canonical_name(name, model): full(param.grad) for name, param in model.named_parameters()}
 
 
+def row_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole second moments of rows by name, on every rank; none but with the update rule ``"normuon"``."""
+    params = {canonical_name(name, model): param for name, param in model.named_parameters()}
+    kept = {name: optimizer.state[param].get("second_moment") for name, param in params.items()}
+    return {name: full(value) for name, value in kept.items() if value is not None}
+
+
 def train(rank: int, world: int, run: Run) -> dict[str, Any]:
     """Train; on every rank the gradients and weights after every step, whole."""
     model, optimizer = prepare(run, world)
@@ -206,6 +213,7 @@ def train(rank: int, world: int, run: Run) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         history["weights"].append(snapshot(model))
+    history["second_moments"] = row_state(model, optimizer)
     counts = torch.tensor([float(optimizer.ns_matrices)])
     if dist.is_initialized():
         dist.all_reduce(counts)
@@ -224,6 +232,8 @@ def reference(run: Run) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         history["weights"].append({n: p.detach().clone() for n, p in model.named_parameters()})
+    if optimizer.normuon_beta2 is not None:
+        history["second_moments"] = {name: rows[:, 0].clone() for name, rows in optimizer.second_moments.items()}
     return history
 
 
@@ -239,4 +249,7 @@ def assert_same_training(run: Run, result: dict[str, Any], expected: dict[str, A
                 assert got is not None, f"{kind} {name} step {step}: missing"
                 error = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12)
                 assert error < rtol, f"{run.mode} {kind} {name} step {step}: relative error {error:.2e}"
+    for name, want in expected.get("second_moments", {}).items():
+        error = (result["second_moments"][name].double() - want).norm() / want.norm()
+        assert error < rtol, f"{run.mode} second moments of {name}: relative error {error:.2e}"
     assert result["ns_matrices"] == run.steps * expected["matrices"]

@@ -3,6 +3,9 @@
 Muon (one logical `(out, in)` matrix `w` with gradient `g`, momentum `m`):
     m = mu * m + g;  u = g + mu * m (Nesterov) or m
     w = w * (1 - lr * wd) - lr * 0.2 * sqrt(max(out, in)) * NS(u)
+NorMuon (arXiv 2510.05491) takes `O = NS(u)` further, with `v` of one element a row:
+    v = beta2 * v + (1 - beta2) * mean of O * O over the row;  H = O / (sqrt(v) + 1e-8)
+    w = w * (1 - lr * wd) - lr * 0.2 * sqrt(out * in) / |H| * H
 NS normalises by the Frobenius norm and iterates `X <- a X + (b A + c A A) X` with `A = X X^T` on the short side (Polar
 Express, arXiv 2505.16932, rows given here already divided by 1.05, 1.05^3, 1.05^5). All of it in `dtype`, float64
 unless asked otherwise.
@@ -52,7 +55,8 @@ class ReferenceOptimizer:
 
     `muon` holds names, or a predicate `(name, parameter) -> bool`. `split` maps a name to a function that cuts a stored
     weight into views of its logical matrices, `(out, in)` or, where rows interleave, `(groups, rows, in)`; whole by
-    default. A parameter whose `.grad` is None is left alone.
+    default. A parameter whose `.grad` is None is left alone. With `normuon_beta2` the matrices are NorMuon's;
+    `second_moments` has the value of a row in each of its elements, in the shape of the weight.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ReferenceOptimizer:
         split: Mapping[str, Callable[[torch.Tensor], list[torch.Tensor]]] | None = None,
         scale: Callable[[int, int], float] | None = None,
         dtype: torch.dtype = torch.float64,
+        normuon_beta2: float | None = None,
     ) -> None:
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         chosen = set(muon) if not callable(muon) else {n for n, p in named.items() if muon(n, p)}
@@ -87,6 +92,8 @@ class ReferenceOptimizer:
         self.dtype = dtype
         self.matrices = {n: p for n, p in named.items() if n in chosen}
         self.buffers = {n: torch.zeros_like(p, dtype=dtype) for n, p in self.matrices.items()}
+        self.normuon_beta2 = normuon_beta2
+        self.second_moments = {n: torch.zeros_like(p, dtype=dtype) for n, p in self.matrices.items()}
         self._split = dict(split or {})
         self._scale = scale or (lambda out, into: 0.2 * math.sqrt(max(out, into)))
         rest = [p for n, p in named.items() if n not in chosen]
@@ -122,12 +129,21 @@ class ReferenceOptimizer:
         update = grad + self.momentum * buffer if self.nesterov else buffer.clone()
         new = weight.detach().to(self.dtype) * (1 - self.lr * self.weight_decay)
         cut = self._split.get(name, lambda whole: [whole])
-        for target, part in zip(cut(new), cut(update), strict=True):
+        for target, part, moment in zip(cut(new), cut(update), cut(self.second_moments[name]), strict=True):
             matrix = part.reshape(-1, part.shape[-1])
             direction = newton_schulz_reference(matrix, self.ns_steps).to(self.dtype)
+            if self.normuon_beta2 is not None:
+                direction = self._normalised(direction, moment)
             target.sub_(self.lr * self._scale(*matrix.shape) * direction.view(part.shape))
             self.ns_calls += 1
         weight.copy_(new)
+
+    def _normalised(self, direction: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+        means = (direction**2).mean(dim=1, keepdim=True).expand_as(direction)
+        moment.copy_(self.normuon_beta2 * moment + (1 - self.normuon_beta2) * means.reshape(moment.shape))
+        balanced = direction / (moment.reshape(direction.shape).sqrt() + 1e-8)
+        # So that times 0.2 * sqrt(max(out, in)) it is 0.2 * sqrt(out * in) / |H| * H.
+        return balanced * math.sqrt(min(direction.shape)) / torch.linalg.matrix_norm(balanced)
 
 
 def train_reference(

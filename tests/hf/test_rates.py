@@ -14,6 +14,7 @@ from torch import nn
 
 import dmuon_hf
 from dmuon_hf import ConfigurationError, MomentumWarmup, create, create_optimizer
+from dmuon_hf.announcement import summary_line
 from dmuon_hf.core import NewtonSchulz
 from tests.harness import run_ranks
 from tests.hf.support import (
@@ -92,6 +93,20 @@ def test_pattern_group_sets_rates_decay_and_rule_of_its_weights() -> None:
     assert groups["decay/muon"]["momentum"] == 0.95
 
 
+def test_update_rule_may_differ_by_pattern_and_is_announced() -> None:
+    model = tiny_llama()
+    groups = {"*.down_proj.weight": {"update_rule": "muon"}, "*.up_proj.weight": {"normuon_beta2": 0.5}}
+    optimizer = create_optimizer(model, lr=1e-3, update_rule="normuon", normuon_beta2=0.9, param_groups=groups)
+    kept = {g["group_name"]: (g["update_rule"], g["normuon_beta2"]) for g in optimizer.param_groups if "ns_steps" in g}
+    assert kept == {
+        "decay/muon": ("normuon", 0.9),
+        "*.down_proj.weight/decay/muon": ("muon", 0.9),
+        "*.up_proj.weight/decay/muon": ("normuon", 0.5),
+    }
+    assert summary_line(model, optimizer).startswith("Muon and NorMuon: 14 matrices, ")
+    assert summary_line(model, create_optimizer(tiny_llama(), lr=1e-3, update_rule="normuon")).startswith("NorMuon: 14")
+
+
 def test_layers_get_decaying_rates_by_pattern() -> None:
     layers = {f"model.layers.{index}.*": {"lr_factor": 0.5 ** (1 - index)} for index in range(2)}
     rates = _rates(tiny_llama(), param_groups=layers)
@@ -124,6 +139,9 @@ def test_rates_of_the_docs_give_every_part_its_own() -> None:
         ({"momentum": 0.9, "momentum_schedule": MomentumWarmup()}, "either momentum"),
         ({"momentum_schedule": {"begin": 0.9}}, r"unknown fields.*\['begin'\]"),
         ({"momentum_schedule": 0.9}, "function of the step"),
+        ({"update_rule": "adamuon"}, "update_rule is one of"),
+        ({"normuon_beta2": 0.9}, "no effect without update_rule='normuon'"),
+        ({"update_rule": "normuon", "normuon_beta2": 1.0}, r"in \[0, 1\)"),
         ({"coefficients": "cubic"}, "'polar_express', 'you', 'quintic'"),
         ({"coefficients": "you", "ns_backend": NewtonSchulz()}, "coefficients= has no effect"),
         ({"embedding_lr": -1.0}, "lr must be at least 0"),

@@ -19,6 +19,8 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": 5,
     "weight_decay": 0.0,
     "lr_scale": "match_rms_adamw",
+    "update_rule": "muon",
+    "normuon_beta2": 0.95,
 }
 ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -62,6 +64,8 @@ def test_constructor_arguments_reach_their_route(monkeypatch: pytest.MonkeyPatch
         "ns_steps": 3,
         "weight_decay": 0.2,
         "lr_scale": "original",
+        "update_rule": "normuon",
+        "normuon_beta2": 0.6,
     }
     setup = build(
         monkeypatch,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmuon_hf.core.checkpoint.source import flaw
 
-__all__ = ["described_groups", "group_problems", "load_hyperparameters", "plain"]
+__all__ = ["described_groups", "group_problems", "load_hyperparameters", "plain", "update_rule_problem"]
 
 
 def described_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -38,11 +38,27 @@ def group_problems(groups: Sequence[Mapping[str, Any]], saved: Any) -> Iterator[
         yield f"param_groups are {[group.get('group_name') for group in saved]}, but {described} here"
     else:
         for group, other in zip(groups, saved, strict=True):
+            if problem := update_rule_problem(group, other):
+                yield problem
             if difference := set(group["params"]) ^ set(other.get("params", ())):
                 yield f"group {group.get('group_name')!r} differs in {sorted(map(str, difference))}"
             for option, value in other.items():
                 if option in group and not _is_alike(group[option], value):
                     yield f"group {group.get('group_name')!r} has {option}={value!r}, but {group[option]!r} here"
+
+
+def update_rule_problem(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Why the state of a saved group is not that of ``group``, whose update rule keeps other tensors; None if it is."""
+    if group.get("route") != "muon":
+        return None
+    here, there = group["update_rule"], saved.get("update_rule", "muon")
+    if here == there:
+        return None
+    return (
+        f"group {group.get('group_name')!r} was saved with update_rule={there!r}, but has {here!r} here, which keeps "
+        f"other state: build the optimizer with update_rule={there!r} to go on with it, or load the weights alone and "
+        f"begin with {here!r} and fresh state"
+    )
 
 
 def _is_alike(current: Any, saved: Any) -> bool:

@@ -45,9 +45,10 @@ def get_optimizer_state_dict(
             to come, if left out.
 
     Returns:
-        A dict of four sections. ``"dedicated"``: name to ``{"momentum_buffer"}`` of the muon route. ``"fsdp"``: name to
-        ``{"step", "exp_avg", "exp_avg_sq"}`` of AdamW parameters. ``"dedicated_adamw"``: the same for dedicated
-        parameters on the adamw route. ``"param_groups"``: per group its hyperparameters and, in ``"params"``, names.
+        A dict of four sections. ``"dedicated"``: name to ``{"momentum_buffer"}`` of the muon route, with
+        ``"second_moment"`` where the update rule is ``"normuon"``. ``"fsdp"``: name to ``{"step", "exp_avg",
+        "exp_avg_sq"}`` of AdamW parameters. ``"dedicated_adamw"``: the same for dedicated parameters on the adamw
+        route. ``"param_groups"``: per group its hyperparameters and, in ``"params"``, names.
 
     Raises:
         ConfigurationError: the optimizer has no routes, or holds a parameter that the model has not.
@@ -101,9 +102,9 @@ def set_optimizer_state_dict(
     source = Source.open(entries, filled=filled, group=group, extra=state_dict.get("param_groups", []))
 
     def problems() -> Iterator[str]:
+        yield from group_problems(described_groups(optimizer.param_groups, _names(model, runtime)), source.extra)
         yield from _route_problems(targets, source)
         yield from source.problems(targets)
-        yield from group_problems(described_groups(optimizer.param_groups, _names(model, runtime)), source.extra)
 
     check_together(problems, "optimizer state dict", group)
     for key, holder in holders.items():

@@ -84,8 +84,8 @@ class Findings:
     """Why the step must not run, by parameter."""
     trainable: tuple[str, ...] = ()
     """Names of what trains on this rank."""
-    joined: tuple[tuple[nn.Parameter, str], ...] = ()
-    """Parameters that were put into a group just now, and its route."""
+    joined: tuple[nn.Parameter, ...] = ()
+    """Parameters that were put into a group just now."""
 
     @property
     def digest(self) -> tuple[int, int]:
@@ -138,13 +138,13 @@ class Binding:
 
     def _join(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]], name: str, param: nn.Parameter, i: int
-    ) -> tuple[nn.Parameter, str]:
+    ) -> nn.Parameter:
         """Put a parameter where it would be had it been trainable from the start: state dicts go by the position."""
         order = {found[0].name: position for position, found in enumerate(places_of(self._model).values())}
         before = sum(order.get(other, -1) < order[name] for other in names[i])
         names[i].insert(before, name)
         groups[i]["params"].insert(before, param)
-        return param, groups[i]["route"]
+        return param
 
     def _look(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]

@@ -20,6 +20,7 @@ from dmuon_hf.core.optim.selection import Selection, names_of, sources_of
 from dmuon_hf.core.optim.state import fresh_state
 from dmuon_hf.core.optim.step import muon_rules
 from dmuon_hf.core.optim.update import Orthogonalize
+from dmuon_hf.core.plan import MatrixSpec
 
 __all__ = ["BoundModel"]
 
@@ -113,14 +114,22 @@ class BoundModel:
         matrices = self.runtime.dedicated.values()
         return {id(matrix.param): matrix.optim_dtype for matrix in matrices if matrix.optim_dtype is not None}
 
-    def add_state(self, state: State, routed: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Give each parameter the fresh state of its route."""
-        routed = list(routed)
-        if not routed:
-            return
-        layouts, dtypes = self.state_layouts(), self.state_dtypes()
-        for param, route in routed:
-            state[param] = fresh_state(layouts.get(id(param), param), route, dtypes.get(id(param)))
+    def normalised(self, groups: Iterable[Group]) -> dict[int, MatrixSpec]:
+        """The logical matrices of what has an update rule that normalises rows, by the identity of the parameter."""
+        members = {id(param) for group in groups if group.get("update_rule") == "normuon" for param in group["params"]}
+        params = ((id(param), source.specs[name]) for source in self.sources for name, param in source.params.items())
+        return {key: spec for key, spec in params if key in members} if members else {}
+
+    def add_state(self, state: State, groups: Iterable[Group], only: Collection[int] | None = None) -> None:
+        """Give the parameters of the groups, those among ``only`` by identity, the fresh state of their route."""
+        groups = list(groups)
+        layouts, dtypes, normalised = self.state_layouts(), self.state_dtypes(), self.normalised(groups)
+        for group in groups:
+            for param in group["params"]:
+                key = id(param)
+                if only is None or key in only:
+                    layout = layouts.get(key, param)
+                    state[param] = fresh_state(layout, group["route"], dtypes.get(key), normalised=normalised.get(key))
 
     def warn_of_narrow_matrices(self) -> None:
         """Say on the first rank that matrices are kept in half precision."""

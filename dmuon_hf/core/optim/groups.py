@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.optim.normuon import UPDATE_RULES
 from dmuon_hf.core.optim.scaling import LR_SCALES
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.core.policy import check_route
@@ -18,6 +19,7 @@ __all__ = [
     "DEFAULT_GROUP",
     "Defaults",
     "LoweredGroup",
+    "check_update_rules",
     "forced_routes",
     "frozen_parameters",
     "lower_groups",
@@ -36,6 +38,8 @@ _MUON_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "ns_steps": ("ns_steps",),
     "weight_decay": ("muon_weight_decay", "weight_decay"),
     "lr_scale": ("lr_scale",),
+    "update_rule": ("update_rule",),
+    "normuon_beta2": ("normuon_beta2",),
 }
 _ADAMW_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "lr": ("adamw_lr", "lr"),
@@ -250,10 +254,26 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
         require(0.0 <= options["momentum"] < 1.0, "momentum", "in [0, 1)")
         require(isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1, "ns_steps", "an integer from 1")
         require(options["lr_scale"] in LR_SCALES, "lr_scale", f"one of {LR_SCALES}")
+        require(options["update_rule"] in UPDATE_RULES, "update_rule", f"one of {UPDATE_RULES}")
+        require(0.0 <= options["normuon_beta2"] < 1.0, "normuon_beta2", "in [0, 1)")
     else:
         betas = options["betas"]
         require(len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas), "betas", "two numbers in [0, 1)")
         require(options["eps"] >= 0.0, "eps", "at least 0")
+
+
+def check_update_rules(groups: Iterable[Mapping[str, Any]], rules: Iterable[str | None]) -> None:
+    """Refuse groups whose update rule is no longer what their state was made for.
+
+    Raises:
+        ConfigurationError: Named with the group.
+    """
+    for group, rule in zip(groups, rules, strict=True):
+        if group.get("update_rule") != rule:
+            raise ConfigurationError(
+                f"group {group['group_name']!r} has update_rule={group.get('update_rule')!r} now and was made with "
+                f"{rule!r}, which keeps other state: set it in Muon(update_rule=...) or in its param_groups"
+            )
 
 
 def scalar(value: float | Tensor) -> float:

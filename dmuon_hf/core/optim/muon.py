@@ -19,8 +19,9 @@ from dmuon_hf.core.optim.binding import check_equal_start, check_rebindable, che
 from dmuon_hf.core.optim.bound import BoundModel
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
 from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram
-from dmuon_hf.core.optim.groups import Defaults, forced_routes, materialised
+from dmuon_hf.core.optim.groups import Defaults, check_update_rules, forced_routes, materialised
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
+from dmuon_hf.core.optim.normuon import UpdateRule
 from dmuon_hf.core.optim.profile import StepProfile
 from dmuon_hf.core.optim.progress import FirstStepProgress
 from dmuon_hf.core.optim.scaling import LrScale
@@ -45,12 +46,13 @@ class Muon(Optimizer):
     it and call ``step``, ``zero_grad`` and ``clip_grad_norm_`` together.
 
     Each group of ``param_groups`` has ``lr``, ``weight_decay``, ``group_name`` and ``route``. Route ``"muon"`` adds
-    ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale`` and keeps ``momentum_buffer`` in fp32; route ``"adamw"``
-    adds ``betas``, ``eps`` and keeps the state of ``torch.optim.AdamW``. The learning rate of a muon group is
-    multiplied by the factor of ``lr_scale`` for the shape of each logical matrix. Nothing else is read by ``step``,
-    so schedulers, and callers that change or swap groups, work as with any optimizer. ``defaults`` holds ``lr``,
-    ``momentum`` and ``weight_decay`` of the muon route: a schedule with one absolute bound bounds the Muon rate and
-    keeps the ratio of the others to it, and one that cycles momentum cycles ``momentum`` and ``betas[0]``.
+    ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale``, ``update_rule``, ``normuon_beta2`` and keeps
+    ``momentum_buffer`` in fp32, with the update rule ``"normuon"`` also ``second_moment``, one value for each row;
+    route ``"adamw"`` adds ``betas``, ``eps`` and keeps the state of ``torch.optim.AdamW``. The learning rate of a muon
+    group is multiplied by the factor of ``lr_scale`` for the shape of each logical matrix. Nothing else is read by
+    ``step``, so schedulers, and callers that change or swap groups, work as with any optimizer. ``defaults`` holds
+    ``lr``, ``momentum`` and ``weight_decay`` of the muon route: a schedule with one absolute bound bounds the Muon rate
+    and keeps the ratio of the others to it, and one that cycles momentum cycles ``momentum`` and ``betas[0]``.
 
     A step is skipped on all ranks, weights and state untouched, when any gradient on any rank is infinite or NaN; it is
     counted in ``skipped_steps``. A matrix that no rank saw a gradient for is left alone: no decay, no momentum decay.
@@ -69,12 +71,12 @@ class Muon(Optimizer):
         adamw_eps: AdamW epsilon.
         param_groups: Semantic groups, each with ``params`` and optionally ``group_name``, ``lr``, ``weight_decay`` (for
             both routes), ``muon_lr``, ``muon_weight_decay``, ``momentum``, ``nesterov``, ``ns_steps``, ``lr_scale``,
-            ``adamw_lr``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``; other keys are kept. Every trainable
-            parameter is in exactly one; a frozen one may be in the one that it is to join when it is unfrozen.
-            ``dmuon_route``, ``dmuon_optimizer`` or ``matrix_optimizer``, ``"muon"`` or ``"adamw"``, puts the dedicated
-            parameters of a group on that route, whatever the policy of ``dedicate_params`` says. Who has an owner keeps
-            it, and who has none gets none: ``"sharded_adamw"`` there can but confirm the policy. Each becomes
-            ``<name>/muon`` and ``<name>/adamw``, made where any of it trains.
+            ``update_rule``, ``normuon_beta2``, ``adamw_lr``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``;
+            other keys are kept. Every trainable parameter is in exactly one; a frozen one may be in the one that it is
+            to join when it is unfrozen. ``dmuon_route``, ``dmuon_optimizer`` or ``matrix_optimizer``, ``"muon"`` or
+            ``"adamw"``, puts the dedicated parameters of a group on that route, whatever the policy of
+            ``dedicate_params`` says. Who has an owner keeps it, and who has none gets none: ``"sharded_adamw"`` there
+            can but confirm the policy. Each becomes ``<name>/muon`` and ``<name>/adamw``, made where any of it trains.
         ns_backend: ``"gram"``, ``"direct"``, ``"auto"`` or a ``NewtonSchulz``.
         nesterov: Whether Newton-Schulz sees ``g + mu * buf`` instead of ``buf``.
         replicate_async: HSDP: publish updated weights while the next forward starts, instead of inside ``step``. With
@@ -101,6 +103,10 @@ class Muon(Optimizer):
         first_step_progress_log_limit: Most of these messages per rank.
         lr_scale: ``"match_rms_adamw"`` (``0.2 * sqrt(max(out, in))``), ``"original"`` (``sqrt(max(1, out / in))``),
             ``"spectral"`` (``sqrt(out / in)``) or ``"none"``; ``convert_lr`` translates between them.
+        update_rule: ``"muon"``, or ``"normuon"`` (arXiv 2510.05491), which divides each row of an orthogonalised matrix
+            by the root of its second moment and gives the whole its norm back, so that ``lr`` and ``lr_scale`` mean the
+            same. Fixed at construction. See :mod:`dmuon_hf.core.optim.normuon`.
+        normuon_beta2: Decay of these second moments.
         defer_state: Make the state in ``rebind`` or the first ``step``, for a model that is yet to be sharded: the
             state of whole embeddings would be large, and thrown away.
         predicate: ``(name, param) -> bool``, with canonical names: which of the parameters that are not dedicated Muon
@@ -148,6 +154,8 @@ class Muon(Optimizer):
         first_step_progress_log_limit: int = 8,
         *,
         lr_scale: LrScale = "match_rms_adamw",
+        update_rule: UpdateRule = "muon",
+        normuon_beta2: float = 0.95,
         defer_state: bool = False,
         predicate: Predicate | None = None,
         matrix_spec_fn: MatrixSpecFn | None = None,
@@ -161,6 +169,8 @@ class Muon(Optimizer):
                 "ns_steps": ns_steps,
                 "weight_decay": weight_decay,
                 "lr_scale": lr_scale,
+                "update_rule": update_rule,
+                "normuon_beta2": normuon_beta2,
             },
             adamw={"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay},
         )
@@ -202,6 +212,7 @@ class Muon(Optimizer):
             [group.as_param_group() for group in lowered],
             schedule_defaults(lr=lr, momentum=momentum, weight_decay=weight_decay),
         )
+        self._update_rules = [group.get("update_rule") for group in self.param_groups]
         self._bound.autotune(self._orthogonalize, self.param_groups)
         if not defer_state:
             self._reset_state()
@@ -248,8 +259,7 @@ class Muon(Optimizer):
 
     def _reset_state(self) -> None:
         self.state.clear()
-        routed = ((param, group["route"]) for group in self.param_groups for param in group["params"])
-        self._bound.add_state(self.state, routed)
+        self._bound.add_state(self.state, self.param_groups)
 
     def _configure_runtime(self) -> None:
         self.runtime.set_forward_prefetch_depth(self._forward_prefetch_depth)
@@ -266,19 +276,21 @@ class Muon(Optimizer):
         return {**super().state_dict(), PARAM_NAMES: [list(names) for names in self._names]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and hyperparameters; momentum keeps fp32. See ``torch.optim.Optimizer.load_state_dict``.
+        """Load state and hyperparameters; that of matrices keeps fp32. See ``torch.optim.Optimizer.load_state_dict``.
 
         Raises:
             ConfigurationError: The groups differ, or state is missing or misshapen; nothing is changed.
         """
-        check_loadable(self.param_groups, self._names, state_dict, self._bound.state_layouts())
+        bound = self._bound
+        normalised = bound.normalised(self.param_groups)
+        check_loadable(self.param_groups, self._names, state_dict, bound.state_layouts(), normalised)
         take_cycled_momentum(self.param_groups)
         before, state_before = self.param_groups, self.state
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
             for key, value in old.items():
                 group.setdefault(key, value)
-        restore_state(self.param_groups, self.state, state_dict, state_before, self._bound.state_dtypes())
+        restore_state(self.param_groups, self.state, state_dict, state_before, bound.state_dtypes())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Muon is bound to a model on this rank and cannot be copied or pickled: save its state_dict()")
@@ -311,9 +323,10 @@ class Muon(Optimizer):
 
         Raises:
             LockstepError: The ranks have run different numbers of backward passes since ``zero_grad``.
-            ConfigurationError: The groups of some rank do not hold the model's current parameters, or no rank
-                synchronises one of them. On every rank, with the weights as they were.
+            ConfigurationError: The update rule of a group was changed, the groups of some rank do not hold the model's
+                current parameters, or no rank synchronises one of them. On every rank, with the weights as they were.
         """
+        check_update_rules(self.param_groups, self._update_rules)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -389,15 +402,15 @@ class Muon(Optimizer):
         """
         return self._profile.consume()
 
-    def _make_ready(self, joined: Sequence[tuple[nn.Parameter, str]]) -> None:
-        """Make state for parameters that have ``joined`` a group of a route, and for all where that was put off."""
+    def _make_ready(self, joined: Sequence[nn.Parameter]) -> None:
+        """Make state for parameters that have ``joined`` a group, and for all where that was put off."""
+        if not self._is_ready and not self.state:
+            self._reset_state()
+        elif joined:
+            self._bound.add_state(self.state, self.param_groups, only={id(param) for param in joined})
         if self._is_ready:
-            self._bound.add_state(self.state, joined)
             return
         self._is_ready = True
-        if not self.state:
-            self._reset_state()
-        self._bound.add_state(self.state, joined)
         follow_parameters(self.state)
         self._bound.warn_of_narrow_matrices()
 

@@ -98,7 +98,7 @@ class OwnedSource:
             if has_grad and key in rules:
                 taken[key] = rules[key]
                 if matrix.is_owner:
-                    mine[key] = _owned_matrix(matrix, state[matrix.param]["momentum_buffer"], members.get(key))
+                    mine[key] = _owned_matrix(matrix, state[matrix.param], members.get(key))
         count = 0
         if self._parallel is not None:
             parts = {key: mine.pop(key) for key in self._parallel.keys & mine.keys()}
@@ -149,7 +149,7 @@ def _members_seen(stack: DedicatedMatrix, device: torch.device) -> Tensor:
     return seen.to(torch.float32)
 
 
-def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor, members: tuple[int, ...] | None) -> OwnedMatrix:
+def _owned_matrix(matrix: DedicatedMatrix, state: Mapping[str, Tensor], members: tuple[int, ...] | None) -> OwnedMatrix:
     param = matrix.param
     if param.grad is None:
         raise ConfigurationError(f"the gradient of {matrix.name!r} is gone: set no .grad to None before step()")
@@ -157,7 +157,8 @@ def _owned_matrix(matrix: DedicatedMatrix, momentum: Tensor, members: tuple[int,
         name=matrix.name,
         weight=local_tensor(param, matrix.name),
         grad=local_tensor(param.grad, matrix.name),
-        momentum=local_tensor(momentum, matrix.name),
+        momentum=local_tensor(state["momentum_buffer"], matrix.name),
         spec=matrix.spec,
         members=members,
+        second_moment=local_tensor(state["second_moment"], matrix.name) if "second_moment" in state else None,
     )

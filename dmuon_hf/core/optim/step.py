@@ -41,6 +41,8 @@ def muon_rules(groups: Iterable[Group]) -> dict[int, MuonRule]:
                 ns_steps=group["ns_steps"],
                 weight_decay=group["weight_decay"],
                 lr_scale=group["lr_scale"],
+                update_rule=group["update_rule"],
+                normuon_beta2=group["normuon_beta2"],
             )
             rules |= dict.fromkeys(map(id, group["params"]), rule)
     return rules

@@ -1,7 +1,8 @@
 """The Muon update: momentum, Newton-Schulz, decoupled decay. No communication.
 
 ``buf = mu * buf + g``; the direction is ``g + mu * buf`` with Nesterov momentum, else ``buf``; then
-``w *= 1 - lr * wd`` and ``w -= lr * scale(out, in) * NS(direction)`` (https://kellerjordan.github.io/posts/muon).
+``w *= 1 - lr * wd`` and ``w -= lr * scale(out, in) * NS(direction)`` (https://kellerjordan.github.io/posts/muon). With
+the update rule ``"normuon"`` rows are normalised in between (:mod:`.normuon`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from dmuon_hf.core.optim.normuon import merge_rows, normalise_rows, second_moment_shape, split_rows
 from dmuon_hf.core.optim.scaling import lr_scale_factor
 from dmuon_hf.core.plan import MatrixSpec
 
@@ -25,8 +27,10 @@ __all__ = [
     "advance_momentum",
     "apply_muon",
     "apply_updates",
+    "empty_second_moment",
     "momentum_dtype",
     "orthogonal_updates",
+    "second_moments",
 ]
 
 # Bounds the temporaries of one batch: a few times this many fp32 elements (256 MiB each).
@@ -51,13 +55,21 @@ class MuonRule:
     ns_steps: int
     weight_decay: float
     lr_scale: str
+    update_rule: str = "muon"
+    normuon_beta2: float = 0.95
+
+    @property
+    def normalises_rows(self) -> bool:
+        """Whether rows have second moments."""
+        return self.update_rule == "normuon"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedMatrix:
     """A stored matrix with its gradient and momentum, all of one shape, whole on this rank or the same part of it.
 
-    Of a stack ``(count, out, in)`` those of its ``members`` are updated, all of them where it is ``None``.
+    Of a stack ``(count, out, in)`` those of its ``members`` are updated, all of them where it is ``None``. The
+    ``second_moment`` is that of all rows, also where the rest is a part of the matrix; ``None`` with Muon's own rule.
     """
 
     name: str
@@ -66,6 +78,7 @@ class OwnedMatrix:
     momentum: Tensor
     spec: MatrixSpec
     members: tuple[int, ...] | None = None
+    second_moment: Tensor | None = None
 
     def apart(self) -> Iterator[OwnedMatrix]:
         """The matrices of a stack, each by itself, as views; a matrix is its own."""
@@ -73,23 +86,41 @@ class OwnedMatrix:
             yield self
             return
         for index in range(len(self.weight)) if self.members is None else self.members:
-            yield OwnedMatrix(
-                f"{self.name}[{index}]", self.weight[index], self.grad[index], self.momentum[index], self.spec
-            )
+            yield self.member(index)
+
+    def member(self, index: int) -> OwnedMatrix:
+        """One matrix of a stack, as views."""
+        return OwnedMatrix(
+            name=f"{self.name}[{index}]",
+            weight=self.weight[index],
+            grad=self.grad[index],
+            momentum=self.momentum[index],
+            spec=self.spec,
+            second_moment=None if self.second_moment is None else self.second_moment[index],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Directions of stored matrices of one shape, ``(count, *stored)``, and how they become updates."""
+    """Directions of stored matrices of one shape, ``(count, *stored)``, and how they become updates.
+
+    Where the rule normalises rows there is a second moment for each of the matrices, which moves on in place.
+    """
 
     directions: Tensor
     spec: MatrixSpec
     rule: MuonRule
+    second_moments: Sequence[Tensor] = ()
 
 
 def momentum_dtype(param: Tensor) -> torch.dtype:
     """Momentum and update are computed in fp32, in fp64 for fp64 parameters."""
     return torch.promote_types(param.dtype, torch.float32)
+
+
+def empty_second_moment(param: Tensor, spec: MatrixSpec) -> Tensor:
+    """Second moments of a plain parameter, in fp32 or fp64 as its momentum, without values."""
+    return torch.empty(second_moment_shape(param.shape, spec), dtype=momentum_dtype(param), device=param.device)
 
 
 def _computed_in(matrix: OwnedMatrix) -> torch.dtype:
@@ -123,7 +154,8 @@ def apply_muon(
             on_batch(batch)
         directions = advance_momentum(batch, rule)
         stacked = directions[0].unsqueeze(0) if len(batch) == 1 else torch.stack(list(directions))
-        (updates,), logical = orthogonal_updates([Stack(stacked, batch[0].spec, rule)], orthogonalize)
+        stack = Stack(stacked, batch[0].spec, rule, second_moments(batch))
+        (updates,), logical = orthogonal_updates([stack], orthogonalize)
         apply_updates(batch, updates.unbind(0), rule)
         count += logical
     return count
@@ -157,12 +189,19 @@ def advance_momentum(batch: Sequence[OwnedMatrix], rule: MuonRule) -> Sequence[T
     return momenta
 
 
+def second_moments(batch: Sequence[OwnedMatrix]) -> list[Tensor]:
+    """Those of all matrices, or none: one rule holds for a batch."""
+    return [matrix.second_moment for matrix in batch if matrix.second_moment is not None]
+
+
 def orthogonal_updates(stacks: Sequence[Stack], orthogonalize: Orthogonalize) -> tuple[list[Tensor], int]:
     """``scale * NS`` of every direction in its stored layout, and the number of logical matrices.
 
-    Logical matrices of one shape are one call of ``orthogonalize``, whichever stacks and sections they come from.
+    Logical matrices of one shape are one call of ``orthogonalize``, whichever stacks and sections they come from. Rows
+    are normalised as the rule of a stack says, and its second moments move on.
     """
     pieces = [stack.spec.split(stack.directions) for stack in stacks]
+    moments = [_by_logical_matrix(stack) for stack in stacks]
     alike: dict[tuple[torch.Size, int], list[tuple[int, int]]] = {}
     for row, (stack, logical) in enumerate(zip(stacks, pieces, strict=True)):
         for column, piece in enumerate(logical):
@@ -171,12 +210,26 @@ def orthogonal_updates(stacks: Sequence[Stack], orthogonalize: Orthogonalize) ->
         members = [pieces[row][column] for row, column in places]
         result = orthogonalize(members[0] if len(members) == 1 else torch.cat(members), steps=steps)
         for (row, column), piece in zip(places, result.split([len(member) for member in members]), strict=True):
-            pieces[row][column] = piece.mul_(lr_scale_factor((shape[0], shape[1]), stacks[row].rule.lr_scale))
+            rule = stacks[row].rule
+            scale = lr_scale_factor((shape[0], shape[1]), rule.lr_scale)
+            pieces[row][column] = (
+                normalise_rows(piece, moments[row][column], beta2=rule.normuon_beta2, scale=scale)
+                if rule.normalises_rows
+                else piece.mul_(scale)
+            )
+    for stack, parts in zip(stacks, moments, strict=True):
+        if parts:
+            torch._foreach_copy_(list(stack.second_moments), list(merge_rows(parts, stack.spec).unbind()))
     merged = [
         logical[0] if stack.spec == _WHOLE else stack.spec.merge(logical)
         for stack, logical in zip(stacks, pieces, strict=True)
     ]
     return merged, sum(len(piece) for logical in pieces for piece in logical)
+
+
+def _by_logical_matrix(stack: Stack) -> list[Tensor]:
+    """Copies of the second moments of a stack, ``(count, rows)`` of each logical matrix; none with Muon's own rule."""
+    return split_rows(torch.stack(list(stack.second_moments)), stack.spec) if stack.rule.normalises_rows else []
 
 
 def apply_updates(batch: Sequence[OwnedMatrix], updates: Sequence[Tensor], rule: MuonRule) -> None:

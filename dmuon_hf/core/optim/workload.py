@@ -10,7 +10,7 @@ from torch import Tensor
 from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.interfaces import DedicatedMatrix, MatrixUnit
 from dmuon_hf.core.optim.sweep import update_window, windows
-from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, momentum_dtype
+from dmuon_hf.core.optim.update import MuonRule, OwnedMatrix, empty_second_moment, momentum_dtype
 
 __all__ = ["newton_schulz_calls"]
 
@@ -34,15 +34,18 @@ def newton_schulz_calls(units: Sequence[MatrixUnit], rules: Mapping[int, MuonRul
     for unit in units:
         for matrix in unit.matrices:
             if id(matrix.param) in rules:
-                by_owner.setdefault(matrix.owner, {})[id(matrix.param)] = _without_data(matrix)
+                by_owner.setdefault(matrix.owner, {})[id(matrix.param)] = _without_data(matrix, rules[id(matrix.param)])
     for mine in by_owner.values():
         for window in windows(units, mine):
             update_window(window, rules, mine, record)
     return calls
 
 
-def _without_data(matrix: DedicatedMatrix) -> OwnedMatrix:
+def _without_data(matrix: DedicatedMatrix, rule: MuonRule) -> OwnedMatrix:
     param = matrix.param
     weight = torch.empty(param.shape, dtype=param.dtype, device="meta")
     momentum = torch.empty(param.shape, dtype=matrix.optim_dtype or momentum_dtype(param), device="meta")
-    return OwnedMatrix(matrix.name, weight, torch.empty_like(weight), momentum, matrix.spec)
+    second_moment = empty_second_moment(weight, matrix.spec) if rule.normalises_rows else None
+    return OwnedMatrix(
+        matrix.name, weight, torch.empty_like(weight), momentum, matrix.spec, second_moment=second_moment
+    )

@@ -169,6 +169,11 @@ class OwnedTensor(DTensor):
         return self._ownership.owner
 
     @property
+    def owned_axes(self) -> tuple[int, ...]:
+        """The axes of the mesh that the tensor is owned over; it has ordinary placements on the others."""
+        return self._ownership.axes
+
+    @property
     def is_owner(self) -> bool:
         """Whether this rank holds values."""
         return self._ownership.is_owner

@@ -18,6 +18,7 @@ from dmuon_hf.core.optim.update import (
     advance_momentum,
     apply_updates,
     orthogonal_updates,
+    second_moments,
 )
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.scratch import Way
@@ -127,7 +128,8 @@ class Bucket:
         target: dict[int, Tensor] = {}
         for (stored, spec, rule), tasks in groups.items():
             stack = torch.empty((len(tasks), *stored), dtype=self._dtype, device=self._exchange.team.device)
-            stacks.append(Stack(stack, spec, rule))
+            kept = second_moments([self._parts[task].matrix for task in tasks])
+            stacks.append(Stack(stack, spec, rule, kept))
             target.update(zip(tasks, stack.unbind(0), strict=True))
         _copy(
             [

@@ -149,8 +149,8 @@ class ShardedSource:
             index: LocalParameter(
                 weight=local_tensor(matrix.param, matrix.name),
                 grad=self._gradient(matrix),
-                momentum=local_tensor(state[matrix.param]["momentum_buffer"], matrix.name),
                 rule=rules[id(matrix.param)],
+                **_local_state(state[matrix.param], matrix.name),
             )
             for index, _, matrix in self._mine()
             if id(matrix.param) in rules
@@ -203,6 +203,14 @@ def _watched(monitor: LockstepMonitor) -> Callable[[Any], None]:
             monitor.wait(work)
 
     return wait
+
+
+def _local_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """This rank's part of the state of a parameter, as :class:`LocalParameter` names it."""
+    local = {"momentum": local_tensor(state["momentum_buffer"], name)}
+    if "second_moment" in state:
+        local["second_moment"] = local_tensor(state["second_moment"], name)
+    return local
 
 
 def _offsets(counts: Iterable[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,12 +20,16 @@ __all__ = ["LocalParameter", "ShardedStep"]
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """What this rank holds of one parameter: local tensors of one shape, and the rule of its group."""
+    """What this rank holds of one parameter: local tensors of one shape, and the rule of its group.
+
+    The second moments are those of all rows of whatever members of a stack it holds.
+    """
 
     weight: Tensor
     grad: Tensor
     momentum: Tensor
     rule: MuonRule
+    second_moment: Tensor | None = None
 
 
 class ShardedStep:
@@ -68,6 +72,8 @@ class ShardedStep:
         first one travels.
         """
         active = {number for number, task in enumerate(self._plan.tasks) if self._reached[task.entry][task.member]}
+        if active and any(local.rule.normalises_rows for local in self._local.values()):
+            raise NotImplementedError("update_rule='normuon' is not built for matrices whose parts travel in step()")
         numbers = sorted({self._plan.tasks[task].bucket for task in active})
         count = 0
         current = self._sent(numbers[0], active) if numbers else None
@@ -105,9 +111,14 @@ class ShardedStep:
     def _part(self, place: Place) -> Part:
         """This rank's part of a stored matrix."""
         local, entry = self._local[place.entry], self._plan.entries[place.entry]
-        name, weight, grad, momentum = entry.name, local.weight, local.grad, local.momentum
+        matrix = OwnedMatrix(
+            name=entry.name,
+            weight=local.weight,
+            grad=local.grad,
+            momentum=local.momentum,
+            spec=entry.spec,
+            second_moment=local.second_moment,
+        )
         if place.local is not None:
-            name = f"{name}[{place.member}]"
-            weight, grad, momentum = weight[place.local], grad[place.local], momentum[place.local]
-        matrix = OwnedMatrix(name=name, weight=weight, grad=grad, momentum=momentum, spec=entry.spec)
+            matrix = replace(matrix.member(place.local), name=f"{entry.name}[{place.member}]")
         return Part(matrix, entry, local.rule)

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from dmuon_hf.core.ns.agreement import Call
-from dmuon_hf.core.optim.update import MuonRule, Orthogonalize, OwnedMatrix, Stack, apply_muon, orthogonal_updates
+from dmuon_hf.core.optim.update import (
+    MuonRule,
+    Orthogonalize,
+    OwnedMatrix,
+    Stack,
+    apply_muon,
+    empty_second_moment,
+    orthogonal_updates,
+    second_moments,
+)
 from dmuon_hf.core.sharded.bucket import alike
 from dmuon_hf.core.sharded.itinerary import lying_whole
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan
@@ -46,20 +55,25 @@ def newton_schulz_calls(
             entry = members[0]
             dtype = wire_dtype(orthogonalize, entry.momentum_dtype, device)
             directions = torch.empty((len(members), *entry.stored), dtype=dtype, device="meta")
-            stacks.append(Stack(directions, entry.spec, rules[entry.name]))
+            rule = rules[entry.name]
+            kept = second_moments([_without_data(entry, rule)] * len(members))
+            stacks.append(Stack(directions, entry.spec, rule, kept))
         orthogonal_updates(stacks, record)
     for rank in plan.ranks:
         by_rule: dict[MuonRule, list[OwnedMatrix]] = {}
         for place in lying_whole(plan, rank):
             entry = plan.entries[place.entry]
             if entry.name in rules:
-                by_rule.setdefault(rules[entry.name], []).append(_without_data(entry))
+                by_rule.setdefault(rules[entry.name], []).append(_without_data(entry, rules[entry.name]))
         for rule, matrices in by_rule.items():
             apply_muon(matrices, rule, record)
     return calls
 
 
-def _without_data(entry: ShardedEntry) -> OwnedMatrix:
+def _without_data(entry: ShardedEntry, rule: MuonRule) -> OwnedMatrix:
     weight = torch.empty(entry.stored, dtype=entry.dtype, device="meta")
     momentum = torch.empty(entry.stored, dtype=entry.momentum_dtype, device="meta")
-    return OwnedMatrix(entry.name, weight, torch.empty_like(momentum), momentum, entry.spec)
+    second_moment = empty_second_moment(weight, entry.spec) if rule.normalises_rows else None
+    return OwnedMatrix(
+        entry.name, weight, torch.empty_like(momentum), momentum, entry.spec, second_moment=second_moment
+    )
