@@ -12,6 +12,7 @@ from torch import nn
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.loaded_shards import check_saved_by_accelerate
 from dmuon_hf.prepare import muon_of
 from dmuon_hf.resume import load_model, load_optimizer, saved_whole
 
@@ -67,6 +68,8 @@ def load_accelerator_state(
     """
     owner = next((model for model in models if runtime_of(model) is not None), None)
     if owner is None:
+        for mine in filter(None, map(muon_of, optimizers)):
+            check_saved_by_accelerate(mine)
         return original(input_dir, models, optimizers, *args, **kwargs)
     given = inspect.signature(original).bind_partial(input_dir, models, optimizers, *args, **kwargs).arguments
     _check_complete(Path(input_dir), len(given.get("schedulers", ())), has_scaler=given.get("scaler") is not None)
@@ -102,6 +105,8 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     """`Accelerator.save_state`: without FSDP, too, the names of parameters and whole momentum are written."""
     owner = next((model for model in accelerator._models if runtime_of(model) is not None), None)
     muon = next(filter(None, map(muon_of, accelerator._optimizers)), None)
+    if owner is None and muon is not None:
+        check_saved_by_accelerate(muon)
     if owner is None or muon is None or accelerator.is_fsdp2:
         return original(accelerator, *args, **kwargs)
     with saved_whole(owner, muon):

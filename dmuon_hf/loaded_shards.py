@@ -6,20 +6,42 @@ gradients. So nothing is dedicated, hooked or prepared: Muon updates the matrice
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
+import dmuon_hf.core as dmuon
+from dmuon_hf.core.covering import grid_of
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.core.grid_group import GridGroup, world_group
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 
-__all__ = ["check_loaded_shards", "check_prepared", "is_loaded_in_shards", "selection_of"]
+__all__ = [
+    "check_loaded_shards",
+    "check_prepared",
+    "check_saved_by_accelerate",
+    "is_loaded_in_shards",
+    "ranks_of",
+    "resumable",
+    "save_optimizer",
+    "selection_of",
+]
 
 
 def is_loaded_in_shards(model: nn.Module) -> bool:
     """Whether transformers sharded the model while it loaded it."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def ranks_of(model: nn.Module) -> GridGroup | None:
+    """The ranks that a model was sharded over; None for a single process."""
+    return grid_of(list(model.parameters())) or world_group()
 
 
 def check_loaded_shards(model: nn.Module) -> None:
@@ -62,3 +84,40 @@ def check_prepared(state: Any, args: tuple[Any, ...]) -> None:
             "the model of this optimizer is sharded already (DistributedConfig), and accelerator.prepare would "
             "place or wrap it anew: leave the model out, accelerator.prepare(optimizer), or use no Accelerator"
         )
+
+
+def check_saved_by_accelerate(muon: dmuon.Muon) -> None:
+    """Refuse to let accelerate write or read the state of an optimizer whose momentum is spread over ranks. Local.
+
+    Raises:
+        ConfigurationError: the first rank would write its own part as if it were the whole.
+    """
+    if any(isinstance(value, DTensor) for entry in muon.state.values() for value in entry.values()):
+        raise ConfigurationError(
+            "accelerator.save_state and load_state do not know a model that is sharded already (DistributedConfig): "
+            "each rank would take its own part for the whole. Use torch.distributed.checkpoint with get_state_dict and "
+            "set_state_dict, or a Trainer"
+        )
+
+
+@contextmanager
+def resumable(model: Any, args: Any) -> Iterator[None]:
+    """Inside the block, in which a Trainer is made, it takes arguments that ask for checkpoints to resume from.
+
+    The Trainer refuses them for models that were sharded while they were loaded, as it has no way to write the
+    optimizer's state. With Muon it has one: `save_optimizer`.
+    """
+    if args is None or args.save_only_model or not is_loaded_in_shards(model):
+        yield
+        return
+    args.save_only_model = True
+    try:
+        yield
+    finally:
+        args.save_only_model = False
+
+
+def save_optimizer(model: nn.Module, optimizer: dmuon.Muon, directory: Path) -> None:
+    """Write the state of an optimizer as FSDP2 does with `SHARDED_STATE_DICT`, each rank its own part. Collective."""
+    state = get_optimizer_state_dict(model, optimizer)
+    save({"optimizer": state}, checkpoint_id=directory / "optimizer_0")

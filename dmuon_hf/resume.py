@@ -31,7 +31,8 @@ from dmuon_hf.adapters import active_adapter, renamed, trained_aliases
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.plan import canonical_name
-from dmuon_hf.core.runtime import require_runtime, runtime_of
+from dmuon_hf.core.runtime import runtime_of
+from dmuon_hf.loaded_shards import is_loaded_in_shards, ranks_of
 
 __all__ = ["load_model", "load_optimizer", "optimizer_state_is_fresh", "saved_whole"]
 
@@ -128,11 +129,11 @@ def _gathered(optimizer: dmuon.Muon) -> dict[int, Tensor]:
     return whole
 
 
-def optimizer_state_is_fresh(model: nn.Module, optimizer: dmuon.Muon) -> bool:
+def optimizer_state_is_fresh(optimizer: dmuon.Muon) -> bool:
     """Whether all state, on all ranks, is as no step has touched it: zero. Collective."""
     values = (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))
     used = any(bool(_local(value).any()) for value in values)
-    runtime = require_runtime(model)
+    runtime = optimizer.runtime
     flag = torch.tensor([float(used)], device=runtime.topology.device)
     return not bool(runtime.maximum(flag).item())
 
@@ -143,7 +144,9 @@ def optimizer_state_is_fresh(model: nn.Module, optimizer: dmuon.Muon) -> bool:
 def _group(model: nn.Module) -> GridGroup | None:
     """The ranks that share the model; None in one process, also where the Trainer has yet to dedicate it."""
     runtime = runtime_of(model)
-    return None if runtime is None else runtime.topology.grid
+    if runtime is None:
+        return ranks_of(model) if is_loaded_in_shards(model) else None
+    return runtime.topology.grid
 
 
 def _is_distributed(group: GridGroup | None) -> TypeGuard[GridGroup]:
@@ -267,7 +270,8 @@ def _by_section(model: nn.Module, optimizer: dmuon.Muon, stored: files.Stored) -
         raise ConfigurationError(f"{stored.path} is no state of an optimizer: it holds {', '.join(map(str, saved))}")
     _require_muon(stored, groups)
     live = _group_names(model, optimizer)
-    dedicated = require_runtime(model).dedicated
+    runtime = runtime_of(model)
+    dedicated = {} if runtime is None else runtime.dedicated
     result: dict[str, Any] = {"dedicated": {}, "dedicated_adamw": {}, "fsdp": {}, "param_groups": []}
     for group in groups:
         names = _names_of(group, live, stored)

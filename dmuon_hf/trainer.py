@@ -14,6 +14,7 @@ from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.everywhere import everywhere
 from dmuon_hf.factory import DMuonOptimizers, create, create_optimizer, is_description
+from dmuon_hf.loaded_shards import resumable
 from dmuon_hf.prepare import muon_of
 
 __all__ = [
@@ -56,30 +57,28 @@ class TrainerOptimizerFactory:
 def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """`Trainer.__init__`: pass the result of `create()` on as the Trainer's optimizer factory."""
     # By position or by name; other arguments pass through as they are, also ones that decorators rename.
-    position = list(inspect.signature(original).parameters).index("optimizers") - 1
-    given = kwargs.get("optimizers", args[position] if len(args) > position else None)
+    names = list(inspect.signature(original).parameters)[1:]
+    position = names.index("optimizers")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    given = named.get("optimizers")
     if not isinstance(given, DMuonOptimizers):
         _check_no_description(given, args, kwargs)
-        given = _offered(original, trainer, args, kwargs)
-    if given is None:
+        # What `dmuon_hf.run` gives to Trainers that come without an optimizer.
+        offer = everywhere()
+        description = None if offer is None else offer.offered_to(trainer, named)
+    else:
+        description = given
+    if description is not None:
+        if named.get("optimizer_cls_and_kwargs") is not None:
+            raise ConfigurationError("pass either optimizers=dmuon_hf.create() or optimizer_cls_and_kwargs, not both")
+        args = args[:position]
+        kwargs.pop("optimizers", None)
+        kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, description), {})
+    elif muon_of(given[0] if given else None) is None:
         original(trainer, *args, **kwargs)
         return
-    if kwargs.get("optimizer_cls_and_kwargs") is not None or len(args) > position + 1:
-        raise ConfigurationError("pass either optimizers=dmuon_hf.create(...) or optimizer_cls_and_kwargs, not both")
-    kwargs.pop("optimizers", None)
-    kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, given), {})
-    original(trainer, *args[:position], **kwargs)
-
-
-def _offered(
-    original: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> DMuonOptimizers | None:
-    """What `dmuon_hf.run` gives to Trainers that come without an optimizer."""
-    offer = everywhere()
-    if offer is None:
-        return None
-    names = list(inspect.signature(original).parameters)[1:]
-    return offer.offered_to(trainer, dict(zip(names, args, strict=False)) | kwargs)
+    with resumable(named.get("model"), named.get("args")):
+        original(trainer, *args, **kwargs)
 
 
 def _check_no_description(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from dmuon_hf import checkpoint_files as files
 from dmuon_hf.adapters import active_adapter
 from dmuon_hf.announcement import announce
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.loaded_shards import is_loaded_in_shards, save_optimizer
 from dmuon_hf.prepare import muon_of
 from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh, saved_whole
 from dmuon_hf.trainer import trains_with_muon
@@ -133,10 +134,18 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
 
 
 def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: str) -> None:
-    """`Trainer._save_optimizer_and_scheduler`: names of parameters and whole momentum, without FSDP too."""
+    """`Trainer._save_optimizer_and_scheduler`: names of parameters and whole momentum, without FSDP too.
+
+    Of a model that transformers sharded while it loaded it every rank writes its part. Collective.
+    """
     optimizer = muon_of(trainer.optimizer)
     if optimizer is None or trainer.is_fsdp_enabled:
         original(trainer, output_dir)
+        return
+    if is_loaded_in_shards(trainer.model):
+        save_optimizer(trainer.model, optimizer, Path(output_dir))
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
         return
     with saved_whole(trainer.model, optimizer):
         original(trainer, output_dir)
@@ -166,7 +175,7 @@ def prepare_for_training(
         announce(trainer.model, optimizer, silent=trainer.args.log_level in ("error", "critical"))
     if checkpoint is None or optimizer is None or trainer.state.global_step == 0:
         return result
-    if optimizer_state_is_fresh(trainer.model, optimizer):
+    if optimizer_state_is_fresh(optimizer):
         raise ConfigurationError(
             f"the run was resumed from {checkpoint}, but the optimizer's state was not loaded, so momentum would start "
             f"from zero: {type(trainer).__name__}._load_optimizer_and_scheduler has to load it, or to leave that to "

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers as tf
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -324,10 +325,17 @@ def test_own_loop_resumed_from_a_checkpoint_goes_on_equally(
 # -- Trainer -----------------------------------------------------------------------------------------------------------
 
 
-def trainer_run(rank: int, world: int, directory: str, output: str, mode: str, overrides: dict[str, Any]) -> Any:
+def trainer_run(
+    rank: int, world: int, directory: str, output: str, mode: str | None, overrides: dict[str, Any], resume: bool
+) -> Any:
     model = load(directory, mode)
-    trainer = make_trainer(model, arguments(output, max_steps=STEPS, **overrides))
-    trainer.train()
+    args = arguments(output, max_steps=STEPS, save_strategy="steps", save_steps=STEPS // 2, **overrides)
+    trainer = make_trainer(model, args)
+    if mode == "hsdp":
+        # With an optimizer that was made before, which is the same.
+        optimizer = dmuon_hf.create_optimizer(model, args)
+        trainer = tf.Trainer(model, args, train_dataset=trainer.train_dataset, optimizers=(optimizer, None))
+    trainer.train(resume_from_checkpoint=str(Path(output) / "checkpoint-2") if resume else None)
     trainer.save_model(output)
     weights = full_weights(model)
     finish()
@@ -347,15 +355,23 @@ def trainer_alone(rank: int, world: int, directory: str, output: str) -> Any:
     return full_weights(model)
 
 
+@pytest.fixture(scope="module")
+def trained_alone(saved: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    output = str(tmp_path_factory.mktemp("one"))
+    (weights,) = run_ranks(trainer_alone, 1, saved["qwen3_moe"], output, init=False)
+    return weights
+
+
 @pytest.mark.parametrize("mode", ["fsdp", "hsdp", "ep"])
-def test_trainer_trains_a_sharded_model_like_one_process_and_saves_what_opens(
-    mode: str, saved: dict[str, str], tmp_path: Path
+def test_trainer_trains_a_sharded_model_like_one_process_saves_what_opens_and_resumes(
+    mode: str, saved: dict[str, str], trained_alone: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    (expected,) = run_ranks(trainer_alone, 1, saved["qwen3_moe"], str(tmp_path / "one"), init=False)
+    expected = trained_alone
     output = str(tmp_path / "sharded")
     world = WORLDS.get(mode, 4)
+    run: Any = functools.partial(run_ranks, trainer_run, init=False)
     options = {"per_device_train_batch_size": BATCH // world}
-    (weights, description), *_ = run_ranks(trainer_run, world, saved["qwen3_moe"], output, mode, options, init=False)
+    (weights, description), *_ = run(world, saved["qwen3_moe"], output, mode, options, False)
     reopened = dict(tf.AutoModelForCausalLM.from_pretrained(output).named_parameters())
     for key, want in expected.items():
         assert (weights[key] - want).norm() < 1e-3 * want.norm() + 1e-7, key
@@ -363,25 +379,33 @@ def test_trainer_trains_a_sharded_model_like_one_process_and_saves_what_opens(
     (stack,) = [line for line in description.splitlines() if "experts.gate_up_proj" in line]
     assert "muon" in stack
     assert "16 of 40x64" in stack
+    for resumed, _ in run(world, saved["qwen3_moe"], output, mode, options, True):
+        for key, want in weights.items():
+            assert torch.equal(resumed[key], want), key
+    # The same checkpoint in one process, without DistributedConfig.
+    ((alone, _),) = run(1, saved["qwen3_moe"], output, None, {"per_device_train_batch_size": BATCH}, True)
+    for key, want in weights.items():
+        assert (alone[key] - want).norm() < 1e-3 * want.norm() + 1e-7, key
 
 
 def test_trainer_with_tensor_parallelism_on_cpu_ends_with_the_error_of_accelerate(
     saved: dict[str, str], tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(trainer_run, 2, saved["llama"], str(tmp_path), "tp", {}, init=False, expect_failure=True)
+    outcomes = run_ranks(
+        trainer_run, 2, saved["llama"], str(tmp_path), "tp", {}, False, init=False, expect_failure=True
+    )
     assert "ParallelismConfig" in error_of(outcomes[0])
 
 
-def test_trainer_refuses_to_save_what_it_could_not_resume(saved: dict[str, str], tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        trainer_run,
-        2,
-        saved["llama"],
-        str(tmp_path),
-        "fsdp",
-        {"save_strategy": "steps"},
-        init=False,
-        expect_failure=True,
-    )
-    for outcome in outcomes:
-        assert "save_only_model=True" in error_of(outcome)
+def accelerate_save(rank: int, world: int, directory: str, path: str) -> None:
+    model = load(directory, "fsdp")
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(optimizer_of(model, "fsdp", {}))
+    accelerator.save_state(path)
+
+
+def test_accelerate_refuses_to_save_the_part_of_a_rank_as_the_whole(saved: dict[str, str], tmp_path: Path) -> None:
+    for outcome in run_ranks(
+        accelerate_save, 2, saved["llama"], str(tmp_path), init=False, expect_failure=True, linger=10.0
+    ):
+        assert "Use torch.distributed.checkpoint" in error_of(outcome)
