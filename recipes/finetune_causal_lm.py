@@ -21,8 +21,8 @@ import torch
 from recipe_data import load_blocks
 from recipe_log import announce, quiet, report
 from recipe_models import load_model
-from recipe_run import checkpoint_of, end, leave
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from recipe_run import checkpoint_of, end, leave, parsed, text_sample
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import dmuon_hf
 
@@ -109,12 +109,9 @@ class ShowPlan(TrainerCallback):
 
 def main() -> int:
     """Command line of the recipe; returns the exit status."""
-    description = (__doc__ or "").partition("\n\n")[0]
-    parser = HfArgumentParser(
-        (ModelArguments, DataArguments, DMuonArguments, TrainingArguments), description=description
+    model_args, data_args, muon_args, args = parsed(
+        __doc__, (ModelArguments, DataArguments, DMuonArguments, TrainingArguments), DEFAULTS
     )
-    parser.set_defaults(**DEFAULTS)
-    model_args, data_args, muon_args, args = parser.parse_args_into_dataclasses()
     quiet(args.process_index == 0)
     announce(args, f"fine-tuning {model_args.model} on {data_args.dataset}", data_args.block_size)
     set_seed(args.seed)
@@ -151,7 +148,7 @@ def main() -> int:
     )
     report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
-    return end(trainer, output, blocks.held_out[0]["input_ids"][:64])
+    return end(trainer, output, text_sample(blocks.held_out[0]["input_ids"][:64], tokenizer))
 
 
 if __name__ == "__main__":

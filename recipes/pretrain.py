@@ -22,10 +22,9 @@ import torch
 from recipe_data import load_blocks
 from recipe_log import announce, quiet, report
 from recipe_models import byte_tokenizer
-from recipe_run import checkpoint_of, end, leave
+from recipe_run import checkpoint_of, end, leave, parsed, text_sample
 from transformers import (
     AutoTokenizer,
-    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -105,10 +104,7 @@ def make_model(sizes: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 def main() -> int:
     """Command line of the recipe; returns the exit status."""
-    description = (__doc__ or "").partition("\n\n")[0]
-    parser = HfArgumentParser((ModelArguments, TrainingArguments), description=description)
-    parser.set_defaults(**DEFAULTS)
-    sizes, args = parser.parse_args_into_dataclasses()
+    sizes, args = parsed(__doc__, (ModelArguments, TrainingArguments), DEFAULTS)
     quiet(args.process_index == 0)
     set_seed(args.seed)
 
@@ -134,7 +130,7 @@ def main() -> int:
     )
     report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))
-    return end(trainer, Path(args.output_dir), blocks.held_out[0]["input_ids"][:64])
+    return end(trainer, Path(args.output_dir), text_sample(blocks.held_out[0]["input_ids"][:64], tokenizer))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Blocks", "load_blocks"]
+__all__ = ["Blocks", "hold_out", "load_blocks"]
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -59,6 +59,21 @@ def load_blocks(
             f"{len(blocks.held_out)} held out): use more text or a smaller --block_size"
         )
     return blocks
+
+
+def hold_out(rows: Any, most: int) -> tuple[Any, Any]:
+    """Rows to train on and held-out ones: every twentieth, at most `most`. Of a list or a dataset.
+
+    Raises:
+        SystemExit: there are fewer than two rows.
+    """
+    held_out = list(range(0, len(rows), 20))[:most]
+    train = sorted(set(range(len(rows))) - set(held_out))
+    if not train or not held_out:
+        raise SystemExit(f"{len(rows)} rows are too few to train on some and to hold out others")
+    if isinstance(rows, Dataset):
+        return rows.select(train), rows.select(held_out)
+    return [rows[index] for index in train], [rows[index] for index in held_out]
 
 
 def _enough(texts: list[str], blocks: int, block_size: int) -> bool:

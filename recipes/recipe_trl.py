@@ -12,8 +12,8 @@ from datasets import Dataset
 from recipe_log import announce, quiet, report
 from recipe_models import load_model
 from recipe_pairs import give_chat_template
-from recipe_run import checkpoint_of, where_next
-from transformers import HfArgumentParser, set_seed
+from recipe_run import checkpoint_of, parsed, where_next
+from transformers import set_seed
 
 import dmuon_hf
 
@@ -64,9 +64,7 @@ def run(
         description: of the recipe, whose first paragraph `--help` prints.
         output_dir: default of that flag.
     """
-    parser = HfArgumentParser((Arguments, config_class), description=description.partition("\n\n")[0])
-    parser.set_defaults(**_DEFAULTS, output_dir=output_dir)
-    own, args = parser.parse_args_into_dataclasses()
+    own, args = parsed(description, (Arguments, config_class), _DEFAULTS | {"output_dir": output_dir})
     quiet(args.process_index == 0)
     announce(args, f"{trainer_class.__name__} of {own.model} on {own.dataset}")
     set_seed(args.seed)

@@ -95,6 +95,8 @@ def _recipe_output(rank: int, world: int, flags: tuple[str, ...]) -> str:
 
 def test_recipe_help_lists_every_group_of_flags() -> None:
     output = run_ranks(_recipe_output, 1, ("--help",), init=False)[0]
+    assert re.match(r"usage: \S+ \[flags\]\n", output)
+    assert output.index("--model ") < output.index("--output_dir ")
     for flag in ("--model", "--dataset", "--ns_steps", "--learning_rate", "--gradient_accumulation_steps"):
         assert flag in output
 
@@ -153,11 +155,14 @@ def test_messages_go_through_the_chat_template(tools: tuple[Any, Any], tmp_path:
     assert tokenizer.decode(blocks.train[0]["input_ids"]).startswith("<user>number 1?<|endoftext|><user>number 2?")
 
 
-def _ended_recipe(rank: int, world: int, script: str, flags: tuple[str, ...]) -> str:
+def _ended_recipe(rank: int, world: int, script: str, flags: tuple[str, ...], reopens: bool = True) -> str:
     """What a recipe prints in a process of a launch; it leaves with status 0."""
     sys.argv = [script, *flags]
     sys.path.insert(0, str(RECIPES))
-    importlib.import_module("recipe_run").leave = sys.exit  # in place of the end of a process that goes on here
+    run = importlib.import_module("recipe_run")
+    run.leave = sys.exit  # in place of the end of a process that goes on here
+    if not reopens:
+        run.check_export = lambda *_: 0
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(RECIPES / script), run_name="__main__")
@@ -201,6 +206,60 @@ def test_accelerate_loop_goes_on_where_it_was_saved_on_other_ranks(tmp_path: Pat
     assert [step for step, _ in losses[0]] == ["1", "2", "3", "4"]
     assert losses[1] == losses[0][2:]
     assert (tmp_path / "rest" / "model.safetensors").is_file()
+
+
+_TEXT_TO_TEXT = ("--max_source_length", "48", "--max_target_length", "12")
+_PARTS = ("--vision_lr", "0", "--projector_lr", "1e-3")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"), [("seq2seq.py", _TEXT_TO_TEXT), ("vision_language.py", _PARTS)], ids=["text", "vision"]
+)
+def test_other_kinds_of_models_train_reopen_and_go_on_in_another_launch(
+    tmp_path: Path, recipe: str, flags: tuple[str, ...]
+) -> None:
+    flags = (*flags, "--max_rows", "48", "--max_eval_rows", "2", "--max_steps", "4", "--logging_steps", "1")
+    whole = ("--per_device_train_batch_size", "2", "--save_strategy", "steps", "--save_steps", "2")
+    start = (*flags, *whole, "--output_dir", str(tmp_path / "whole"))
+    first = run_ranks(_ended_recipe, 2, recipe, start, init=False, env=fsdp_env(2))[0]
+    found = re.search(r"held-out loss: ([\d.]+) at step 0, ([\d.]+) at step 4", first)
+    assert found is not None, first[-2000:]
+    assert float(found[2]) < float(found[1])
+    assert ("held-out similarity: " in first) is (recipe == "seq2seq.py")
+    resumed = ("--per_device_train_batch_size", "4", "--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-2"))
+    rest = (*flags, *resumed, "--output_dir", str(tmp_path / "rest"))
+    second = run_ranks(_ended_recipe, 1, recipe, rest, False, init=False)[0]
+    steps = [re.findall(r"step (\d) of 4: loss ([\d.]+)", output) for output in (first, second)]
+    assert [step for step, _ in steps[1]] == ["3", "4"]
+    for (_, ours), (_, theirs) in zip(steps[0][2:], steps[1], strict=True):
+        assert float(ours) == pytest.approx(float(theirs), abs=2e-3)
+
+
+def test_loss_of_captioned_images_is_that_of_the_captions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    images = importlib.import_module("recipe_images")
+    processor = images.tiny_llava()[1]
+    rows, _ = images.load_images("shapes", 21, 1, "image", "text")
+    rows[0] |= {"text": "short"}
+    batch = images.Captioned(processor, "What?")(rows[:3])
+    assert batch["pixel_values"].shape == (3, 3, 32, 32)
+    labels = [processor.decode(row[row >= 0]) for row in batch["labels"]]
+    assert labels == [f"{row['text']}<|endoftext|>" for row in rows[:3]]
+
+
+def test_rates_of_parts_reach_the_projector_that_is_inside_of_a_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    recipe = importlib.import_module("vision_language")
+    model = torch.nn.Module()
+    model.visual, model.language_model = torch.nn.Module(), torch.nn.Linear(4, 4)
+    model.visual.blocks, model.visual.merger = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    groups = recipe.part_groups(model, {"vision": 0.0, "projector": 1e-3})
+    members = ["visual.merger.weight", "visual.merger.bias"]
+    assert groups == [{"params": members, "lr": 1e-3, "group_name": "projector"}]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["visual.blocks.weight", "visual.blocks.bias"]
+    with pytest.raises(SystemExit, match="leave --vision_lr out"):
+        recipe.part_groups(model.language_model, {"vision": 1e-3})
 
 
 def test_model_sharded_while_loading_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
