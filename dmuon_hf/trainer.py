@@ -21,6 +21,7 @@ __all__ = [
     "TrainerOptimizerFactory",
     "create_scheduler",
     "description_of",
+    "factory_of",
     "save_model",
     "trainer_init",
     "trains_with_muon",
@@ -31,11 +32,19 @@ class TrainerOptimizerFactory:
     """The Trainer's optimizer factory: called without arguments, then with the model.
 
     It is built before the Trainer has its arguments, and asks the Trainer for them when it runs.
+
+    Args:
+        model: what the Trainer is made with; None where it makes its models itself.
     """
 
-    def __init__(self, trainer: Any, description: DMuonOptimizers) -> None:
+    def __init__(self, trainer: Any, description: DMuonOptimizers, model: nn.Module | None) -> None:
         self._trainer = weakref.ref(trainer)
         self.description = description
+        self._dtypes = {} if model is None else {name: p.dtype for name, p in model.named_parameters()}
+
+    def cast(self, model: nn.Module) -> list[str]:
+        """Parameters whose dtype is another one than when the Trainer was made."""
+        return [name for name, p in model.named_parameters() if p.dtype != self._dtypes.get(name, p.dtype)]
 
     def __call__(self) -> Callable[[nn.Module], dmuon.Muon]:
         return self._build
@@ -73,7 +82,7 @@ def trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwar
             raise ConfigurationError("pass either optimizers=dmuon_hf.create() or optimizer_cls_and_kwargs, not both")
         args = args[:position]
         kwargs.pop("optimizers", None)
-        kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, description), {})
+        kwargs["optimizer_cls_and_kwargs"] = (TrainerOptimizerFactory(trainer, description, named.get("model")), {})
     elif muon_of(given[0] if given else None) is None:
         original(trainer, *args, **kwargs)
         return
@@ -124,10 +133,16 @@ def _saves_shards(trainer: Any) -> bool:
     return "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 
+def factory_of(trainer: Any) -> TrainerOptimizerFactory | None:
+    """What builds the optimizer of a Trainer that got `create()`; None for another."""
+    factory = (trainer.optimizer_cls_and_kwargs or (None,))[0]
+    return factory if isinstance(factory, TrainerOptimizerFactory) else None
+
+
 def description_of(trainer: Any) -> DMuonOptimizers | None:
     """What `create()` returned for this Trainer; None for a Trainer without DMuon."""
-    factory = (trainer.optimizer_cls_and_kwargs or (None,))[0]
-    return factory.description if isinstance(factory, TrainerOptimizerFactory) else None
+    factory = factory_of(trainer)
+    return None if factory is None else factory.description
 
 
 def trains_with_muon(trainer: Any) -> bool:

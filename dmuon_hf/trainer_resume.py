@@ -23,7 +23,7 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.loaded_shards import is_loaded_in_shards, save_optimizer
 from dmuon_hf.prepare import muon_of
 from dmuon_hf.resume import load_model, load_optimizer, optimizer_state_is_fresh, saved_whole
-from dmuon_hf.trainer import trains_with_muon
+from dmuon_hf.trainer import factory_of, trains_with_muon
 
 __all__ = [
     "last_complete_checkpoint",
@@ -43,6 +43,9 @@ _SCHEDULER = "scheduler.pt"
 _OF_THE_SCHEDULE = ("lr", "initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum")
 """What schedules keep in parameter groups: a new schedule starts from its own values, not from the checkpoint's."""
 
+_SETTINGS = ("initial_lr", "weight_decay", "nesterov", "ns_steps", "lr_scale", "eps")
+"""Settings of a group that no schedule changes, so that they tell what a run was asked for."""
+
 
 def train(
     original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
@@ -61,17 +64,24 @@ def train(
 
 
 def _check_not_cast(trainer: Any) -> None:
-    """Refuse to go on with weights that an evaluation has cast, before anything runs on them. Local."""
-    optimizer = muon_of(trainer.optimizer)
+    """Refuse to go on with weights that an evaluation has cast, before anything runs on them. Local.
+
+    With another optimizer the Trainer trains on in the lower precision without a word.
+    """
+    optimizer, factory = muon_of(trainer.optimizer), factory_of(trainer)
     flags = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(trainer.args, name)]
-    if optimizer is None or not flags or trainer.model_init is not None:
+    if not flags or trainer.model_init is not None:
         return
-    cast = [name for name, problem in optimizer.runtime.misplaced(trainer.model).items() if "was cast" in problem]
+    cast: list[str] = []
+    if optimizer is not None:
+        cast = [name for name, problem in optimizer.runtime.misplaced(trainer.model).items() if "was cast" in problem]
+    elif factory is not None:
+        cast = factory.cast(trainer.model)
     if cast:
         raise ConfigurationError(
             f"{flags[0]} cast the model when it was evaluated ({cast[0]} and {len(cast) - 1} more), so train() cannot "
             "go on with it: leave it out, bf16=True evaluates in bf16 as well; or make a new Trainer with the model "
-            "loaded anew"
+            "loaded anew. eval_on_start=True evaluates before the first step, and casts nothing"
         )
 
 
@@ -112,7 +122,8 @@ def load_best_model(original: Callable[..., Any], trainer: Any) -> None:
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
     """`Trainer._load_optimizer_and_scheduler`: the optimizer's state always; without `scheduler.pt` a new schedule.
 
-    Then the learning rates are those of this run's arguments at the step that is resumed. Collective.
+    Then the learning rates are those of this run's arguments at the step that is resumed; all else in the parameter
+    groups is the checkpoint's, as with any optimizer of torch. Collective.
     """
     optimizer = muon_of(trainer.optimizer)
     if checkpoint is None or optimizer is None:
@@ -120,7 +131,10 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
         return
     saved_schedule = Path(checkpoint) / _SCHEDULER
     if saved_schedule.is_file():
+        here = [{name: group.get(name) for name in _SETTINGS} for group in optimizer.param_groups]
         load_optimizer(trainer.model, optimizer, Path(checkpoint))
+        if trainer.is_world_process_zero():
+            _say_what_counts(here, optimizer)
         trainer.lr_scheduler.load_state_dict(torch.load(saved_schedule, map_location="cpu", weights_only=True))
         return
     load_optimizer(trainer.model, optimizer, Path(checkpoint), keep=_OF_THE_SCHEDULE)
@@ -131,6 +145,23 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
         _SCHEDULER,
         trainer.state.global_step,
     )
+
+
+def _say_what_counts(here: list[dict[str, Any]], optimizer: Any) -> None:
+    """Name the settings of this run that the checkpoint has replaced, as it does with any optimizer of torch."""
+    changed = [
+        f"{name} of {group['group_name']!r} is {group.get(name)} and not {value}"
+        for settings, group in zip(here, optimizer.param_groups, strict=True)
+        for name, value in settings.items()
+        if group.get(name) != value
+    ]
+    if changed:
+        logger.warning(
+            "the settings of the checkpoint count, not those of this run: %s. To train with other rates, delete %s "
+            "from the checkpoint; to change other settings, set them in optimizer.param_groups in on_train_begin",
+            "; ".join(changed),
+            _SCHEDULER,
+        )
 
 
 def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: str) -> None:

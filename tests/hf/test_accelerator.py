@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 from torch import nn
@@ -16,7 +17,16 @@ from torch.utils.data import DataLoader
 import dmuon_hf
 from dmuon_hf.core.runtime import OwnedTensor
 from tests.harness import run_ranks
-from tests.hf.support import as_launched, finish, fsdp_env, full_weights, tiny_dataset, tiny_llama
+from tests.hf.support import (
+    arguments,
+    as_launched,
+    finish,
+    fsdp_env,
+    full_weights,
+    make_trainer,
+    tiny_dataset,
+    tiny_llama,
+)
 
 
 def _accelerator(world: int, replicas: int, **plugin: Any) -> Accelerator:
@@ -159,34 +169,88 @@ def test_load_state_continues_as_the_saved_run_did(tmp_path: Path, state_dict: s
         assert torch.equal(result["actual"][name], weight), name
 
 
-def _ram_efficient(rank: int, world: int, directory: str) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
+def _tied_with_buffer_and_stacks() -> nn.Module:
+    """A tied model with a buffer that checkpoints hold, and stacks of experts that keep their shards."""
+    torch.manual_seed(0)
+    config = tf.DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = tf.DeepseekV3ForCausalLM(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
+    return model
 
-    as_launched()
-    accelerator = Accelerator()
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    if rank != 0:
-        # What a rank that has loaded nothing may hold.
+
+def _empty(model: nn.Module, kind: str) -> None:
+    """Take the weights and saved buffers, as on a rank that has loaded nothing."""
+    if kind == "garbage":
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.fill_(float("nan"))
+        return
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(parameter.to("meta"))
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            module._buffers[name] = module._buffers[name].to("meta")
+    model.tie_weights()
+
+
+def _ram_efficient(rank: int, world: int, directory: str, kind: str) -> dict[str, Any]:
+    as_launched()
+    accelerator = Accelerator()
+    model = tf.AutoModelForCausalLM.from_pretrained(directory)
+    if rank != 0:
+        _empty(model, kind)
     optimizer = dmuon_hf.create_optimizer(model, lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    weights = full_weights(model)
+    values = full_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
     finish()
-    return {"weights": weights, "tied": model.lm_head.weight is model.model.embed_tokens.weight}
+    return {"values": values, "tied": model.lm_head.weight is model.model.embed_tokens.weight}
 
 
-def test_ram_efficient_loading_gives_every_owner_the_weights_of_rank_zero(tmp_path: Path) -> None:
-    source = tiny_llama(tie_word_embeddings=True)
+@pytest.mark.parametrize(("world", "replicas", "kind"), [(2, 1, "garbage"), (4, 2, "meta")])
+def test_ram_efficient_loading_gives_every_owner_the_weights_of_rank_zero(
+    tmp_path: Path, world: int, replicas: int, kind: str
+) -> None:
+    source = _tied_with_buffer_and_stacks()
     source.save_pretrained(tmp_path)
-    env = fsdp_env(4, replicas=2, FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_SYNC_MODULE_STATES="true")
-    results = run_ranks(_ram_efficient, 4, str(tmp_path), init=False, env=env)
-    expected = dict(source.named_parameters())
+    env = fsdp_env(world, replicas=replicas, FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_SYNC_MODULE_STATES="true")
+    results = run_ranks(_ram_efficient, world, str(tmp_path), kind, init=False, env=env)
+    expected = dict(source.named_parameters()) | dict(source.named_buffers())
     for result in results:
         assert result["tied"]
-        for name, weight in expected.items():
-            assert torch.equal(result["weights"][name], weight), name
+        assert result["values"].keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(result["values"][name], value), name
+
+
+def _trainer_of_one_loader(rank: int, world: int, directory: str, output: str) -> dict[str, torch.Tensor]:
+    if world > 1:
+        as_launched()
+    args = arguments(output, max_steps=2, per_device_train_batch_size=8 // world, adam_epsilon=1e-3)
+    model = tf.AutoModelForCausalLM.from_pretrained(directory)
+    if rank != 0:
+        _empty(model, "garbage")
+    trainer = make_trainer(model, args)
+    trainer.train()
+    weights = full_weights(trainer.model)
+    finish()
+    return weights
+
+
+def test_trainer_whose_first_rank_loads_alone_trains_like_one_process(tmp_path: Path) -> None:
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    env = fsdp_env(2, FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_SYNC_MODULE_STATES="true")
+    one, many = (
+        run_ranks(_trainer_of_one_loader, world, str(tmp_path / "model"), str(tmp_path), init=False, env=extra)
+        for world, extra in ((1, {}), (2, env))
+    )
+    for weights in many:
+        for name, value in one[0].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5, msg=name)
 
 
 def _mixed_precision(rank: int, world: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ import dmuon_hf
 from dmuon_hf.core import MatrixSpec
 from tests.harness import run_ranks
 from tests.harness.reference import ReferenceOptimizer
-from tests.hf.support import VOCABULARY, as_launched, error_of, finish, full_weights
+from tests.hf.support import (
+    VOCABULARY,
+    arguments,
+    as_launched,
+    error_of,
+    finish,
+    fsdp_env,
+    full_weights,
+    make_trainer,
+)
 
 STEPS, BATCH, EXPERTS = 2, 8, 6
 HYPER = {"lr": 5e-3, "weight_decay": 0.1, "eps": 1e-3}
@@ -222,6 +232,33 @@ def test_checkpoint_of_experts_resumes_in_another_launch(
     for got in run_ranks(resume, others, loader, "gpt_oss", str(tmp_path), init=False):
         for key, value in want.items():
             assert (got[key] - value).norm() <= 1e-4 * value.norm() + 1e-7, key
+
+
+def trainer_run(rank: int, world: int, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after four steps, and after two, a checkpoint, and two more by another Trainer."""
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        as_launched()
+    args = arguments(
+        directory, max_steps=4, per_device_train_batch_size=BATCH // world, save_strategy="steps", save_steps=2,
+        adam_epsilon=HYPER["eps"],
+    )  # fmt: skip
+    straight = make_trainer(make("gpt_oss"), args)
+    straight.train()
+    resumed = make_trainer(make("gpt_oss"), args)
+    resumed.train(resume_from_checkpoint=f"{directory}/checkpoint-2")
+    result = full_weights(straight.model), full_weights(resumed.model)
+    finish()
+    return result
+
+
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
+def test_experts_under_the_trainer_train_and_resume_like_one_process(launch: str, tmp_path: Path) -> None:
+    ((want, _),) = run_ranks(trainer_run, 1, str(tmp_path / "one"), init=False)
+    env = fsdp_env(2, state_dict="SHARDED_STATE_DICT") if launch == "fsdp2" else {}
+    for straight, resumed in run_ranks(trainer_run, 2, str(tmp_path / "two"), init=False, env=env):
+        for key, value in want.items():
+            assert (straight[key] - value).norm() <= 1e-3 * value.norm() + 1e-6, key
+            assert torch.equal(resumed[key], straight[key]), key
 
 
 def only_experts(rank: int, world: int) -> None:

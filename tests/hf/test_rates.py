@@ -191,7 +191,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _train(rank: int, world: int, directory: str, env: dict[str, str], resume: bool) -> dict[str, Any]:
+def _train(rank: int, world: int, directory: str, env: dict[str, str]) -> dict[str, Any]:
     if env:
         as_launched()
 
@@ -217,12 +217,12 @@ def _train(rank: int, world: int, directory: str, env: dict[str, str], resume: b
         "momentum": {group.get("momentum") for group in trainer.optimizer.param_groups} - {None},
         "groups": {group["group_name"]: group["initial_lr"] for group in trainer.optimizer.param_groups},
     }
-    if resume:
-        trainer_of("resumed", 2, save_strategy="steps", save_steps=2).train()
-        resumed = trainer_of("resumed", 4)
-        resumed.train(resume_from_checkpoint=True)
-        result["resumed"] = full_weights(resumed.model)
-        result["resumed momentum"] = {g.get("momentum") for g in resumed.optimizer.param_groups} - {None}
+    trainer_of("resumed", 2, save_strategy="steps", save_steps=2).train()
+    resumed = trainer_of("resumed", 4)
+    resumed.train(resume_from_checkpoint=True)
+    result["resumed"] = full_weights(resumed.model)
+    result["resumed momentum"] = {g.get("momentum") for g in resumed.optimizer.param_groups} - {None}
+    result["resumed groups"] = {group["group_name"]: group["initial_lr"] for group in resumed.optimizer.param_groups}
     finish()
     return result
 
@@ -238,9 +238,7 @@ class _StopAt(tf.TrainerCallback):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     return {
-        name: run_ranks(
-            _train, world, str(tmp_path_factory.mktemp("out")), env, name != "hsdp", init=False, env=env, timeout=100
-        )
+        name: run_ranks(_train, world, str(tmp_path_factory.mktemp("out")), env, init=False, env=env, timeout=150)
         for name, (world, env) in _LAUNCHES.items()
     }
 
@@ -278,11 +276,12 @@ def test_logs_have_rate_and_norm_of_every_group(runs: dict[str, list[dict[str, A
             assert rates == pytest.approx({name: rate * (4 - index) / 4 for name, rate in result["groups"].items()})
 
 
-@pytest.mark.parametrize("launch", ["one process", "ddp", "fsdp2"])
+@pytest.mark.parametrize("launch", _LAUNCHES)
 def test_resumed_run_keeps_groups_and_goes_on_with_the_momentum_schedule(
     runs: dict[str, list[dict[str, Any]]], launch: str
 ) -> None:
     for result in runs[launch]:
         assert result["momentum"] == result["resumed momentum"] == {0.5 + (0.9 - 0.5) * 3 / 4}
+        assert result["resumed groups"] == result["groups"]
         for name, weight in result["weights"].items():
             torch.testing.assert_close(result["resumed"][name], weight, rtol=1e-5, atol=1e-6, msg=name)

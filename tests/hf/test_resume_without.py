@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +41,14 @@ def _run(rank: int, world: int, directory: str, steps: int, checkpoint: Any, **s
     trainer = make_trainer(tiny_llama(), args)
     begin = Begin()
     trainer.add_callback(begin)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmuon_hf.trainer_resume").addHandler(handler)
     trainer.train(resume_from_checkpoint=checkpoint)
     result = {
+        "said": said,
+        "decay": {group["weight_decay"] for group in trainer.optimizer.param_groups},
         "begin": begin.taken,
         "end": snapshot(trainer.model, trainer.optimizer),
         "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry],
@@ -96,6 +103,20 @@ def test_without_scheduler_other_rate_and_schedule_hold_from_the_resumed_step(
     settings = {"learning_rate": 2e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
     resumed = _start(mode, _run, str(tmp_path), 6, str(checkpoint), **settings)[0]
     assert resumed["rates"][-3:] == pytest.approx([2e-3 * 3 / 5, 2e-3 * 4 / 5, 2e-3])
+
+
+@pytest.mark.parametrize("mode", ["one process", "sharded"])
+def test_settings_of_the_checkpoint_count_and_it_is_said(
+    saved: dict[str, tuple[Path, dict[str, Any]]], mode: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    ranks = _start(mode, _run, str(tmp_path), 6, str(checkpoint), learning_rate=2e-3, weight_decay=0.2)
+    assert ranks[0]["rates"] == saved[mode][1]["rates"]
+    assert ranks[0]["decay"] == {0.1, 0.0}
+    (text,) = ranks[0]["said"]
+    assert "initial_lr of 'decay/muon' is 0.005 and not 0.002" in text
+    assert "weight_decay of 'decay/adamw' is 0.1 and not 0.2" in text
+    assert not any(rank["said"] for rank in ranks[1:])
+    assert saved[mode][1]["said"] == []
 
 
 def _remove(*patterns: str) -> Callable[[Path], None]:

@@ -248,15 +248,19 @@ def test_encoder_decoder_generates_while_it_trains_as_in_one_process(runs: Any, 
         _assert_same(result["generated"][2], weights)
 
 
-def _full_eval(rank: int, world: int, directory: str) -> str:
-    trainer = make_trainer(_model(), arguments(directory, max_steps=1, bf16_full_eval=True))
-    trainer.train()
+def _full_eval(rank: int, world: int, directory: str, flag: str, train_first: bool) -> str:
+    trainer = make_trainer(_model(), arguments(directory, max_steps=1, **{flag: True}))
+    if train_first:
+        trainer.train()
     trainer.evaluate()
     with pytest.raises(dmuon_hf.ConfigurationError) as caught:
         trainer.train()
     return str(caught.value)
 
 
-def test_train_after_an_evaluation_that_cast_the_model_raises_before_it_runs(tmp_path: Path) -> None:
-    (message,) = run_ranks(_full_eval, 1, str(tmp_path), init=False)
-    assert "bf16_full_eval cast the model when it was evaluated (model." in message
+@pytest.mark.parametrize(("flag", "train_first"), [("bf16_full_eval", True), ("fp16_full_eval", False)])
+def test_train_after_an_evaluation_that_cast_the_model_raises_before_it_runs(
+    tmp_path: Path, flag: str, train_first: bool
+) -> None:
+    (message,) = run_ranks(_full_eval, 1, str(tmp_path), flag, train_first, init=False)
+    assert f"{flag} cast the model when it was evaluated (model." in message
