@@ -14,7 +14,7 @@ from torch import nn
 import dmuon_hf.core as dmuon
 from dmuon_hf.adapters import has_adapters
 from dmuon_hf.core.ns.inputs import compute_dtype
-from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.core.plan import MatrixSpec, canonical_name, stored_matrices
 from dmuon_hf.core.plan.partition import imbalance
 from dmuon_hf.presets import routes
 
@@ -71,7 +71,7 @@ def summary_line(model: nn.Module, optimizer: dmuon.Muon) -> str:
     sizes = _sizes(optimizer)
     specs = _specs(optimizer)
     matrices = sum(
-        (param.shape[0] if param.ndim == 3 else 1) * len(specs[name].logical_shapes(param.shape[-2:]))
+        stored_matrices(param.shape, specs[name])[0] * specs[name].count
         for source in optimizer.sources
         for name, param in source.params.items()
         if param.requires_grad

@@ -90,7 +90,7 @@ def check_shardable(model: nn.Module, specs: Mapping[str, MatrixSpec]) -> None:
             "optimizer: make it a parameter of one element (module.name = nn.Parameter(module.name.detach().reshape(1))"
             "), or launch without FSDP, which replicates the model"
         )
-    if all(model.get_parameter(name).ndim == 3 for name in specs):
+    if all(model.get_parameter(name).ndim == 3 and not spec.folded for name, spec in specs.items()):
         raise ConfigurationError(
             f"of {type(model).__name__} nothing but stacks of matrices is routed to Muon, such as {next(iter(specs))}: "
             "leave at least one linear weight of a block on Muon"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmuon_hf.core.plan import MatrixSpec, canonical_name
+from dmuon_hf.core.plan import MatrixSpec, canonical_name, stored_matrices
 from dmuon_hf.core.runtime import Runtime, runtime_of
 from dmuon_hf.prepare import muon_of
 from dmuon_hf.presets import Route, routes
@@ -163,12 +163,12 @@ def _layout(spec: MatrixSpec | None, shape: tuple[int, ...]) -> str:
     """`2 of 64x64, 1 of 32x64`, or empty for a plain matrix."""
     if spec is None or (spec.sections is None and not spec.transposed and len(shape) == 2):
         return ""
-    members = shape[0] if len(shape) == 3 else 1
+    members, stored = stored_matrices(shape, spec)
     counts: dict[tuple[int, int], int] = {}
-    for logical in spec.logical_shapes(shape[-2:]):
+    for logical in spec.logical_shapes(stored):
         counts[logical] = counts.get(logical, 0) + members
     text = ", ".join(f"{count} of {rows}x{columns}" for (rows, columns), count in counts.items())
-    return text + (" (stored transposed)" if spec.transposed else "")
+    return text + (" (stored transposed)" if spec.transposed or spec.sections_transposed else "")
 
 
 def _without_layer_number(name: str) -> str:

@@ -8,6 +8,7 @@ forward of every family and proves them so.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from torch import nn
@@ -16,7 +17,12 @@ from dmuon_hf import layouts
 from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.layouts import Layout, Projection
 
-__all__ = ["FUSED", "layout_of"]
+__all__ = ["FUSED", "is_known", "layout_of"]
+
+
+def is_known(module: nn.Module, leaf: str) -> bool:
+    """Whether a family says the layout of a parameter that a module multiplies by itself."""
+    return _layout(module, leaf) is not None
 
 
 def layout_of(it: Projection) -> MatrixSpec | None:
@@ -73,6 +79,26 @@ def _query_and_gate(it: Projection) -> MatrixSpec:
     """Rows `[query | output gate of the size of a value]` of head 0, then of head 1, ..."""
     gate = it.number("v_head_dim")
     return it.sections(it.rows // it.heads - gate, gate, groups=it.heads)
+
+
+def _heads_of_queries(it: Projection) -> MatrixSpec:
+    """One matrix in three dimensions `(in, heads, size of a head)`."""
+    return MatrixSpec(folded=True, transposed=True)
+
+
+def _heads_of_outputs(it: Projection) -> MatrixSpec:
+    """One matrix in three dimensions `(out, heads, size of a head)`."""
+    return MatrixSpec(folded=True)
+
+
+def _expert_rows(it: Projection) -> MatrixSpec:
+    """One matrix an expert, one below the other."""
+    return it.sections(*[it.number("ffn_hidden_size")] * it.number("moe_num_experts"))
+
+
+def _expert_rows_transposed(it: Projection) -> MatrixSpec:
+    """One matrix an expert, one below the other, each stored `(in, out)`."""
+    return replace(_expert_rows(it), sections_transposed=True)
 
 
 def _indexer_query_key(it: Projection) -> MatrixSpec:
@@ -177,6 +203,16 @@ _LAYERS: tuple[tuple[Layout, str], ...] = (
     # Two heads of values are read side by side, each by its own queries: values all the same.
     (layouts.whole, "DiffLlamaAttention.v_proj"),
     (_indexer_query_key, "Qwen4ExpTextQSAIndexer.index_qk_proj"),
+    (_expert_rows, "DbrxExpertGLU.v1 DbrxExpertGLU.w1"),
+    (_expert_rows_transposed, "DbrxExpertGLU.w2"),
+    (
+        _heads_of_queries,
+        """
+        FunnelRelMultiheadAttention.r_kernel XLNetRelativeAttention.k XLNetRelativeAttention.q XLNetRelativeAttention.r
+        XLNetRelativeAttention.v
+        """,
+    ),
+    (_heads_of_outputs, "XLNetRelativeAttention.o"),
     (_focal_modulation, "FocalNetModulation.projection_in"),
     (_levit_keys_values, "LevitAttentionSubsample.keys_values"),
     (_levit_queries_keys_values, "LevitAttention.queries_keys_values"),

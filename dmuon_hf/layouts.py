@@ -14,11 +14,28 @@ from typing import Any
 from torch import nn
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.hook_boundaries import ancestors
+from dmuon_hf.core.plan import MatrixSpec, stored_matrices
 from dmuon_hf.linears import is_conv1d
-from dmuon_hf.roles import config_around
 
-__all__ = ["NAMED", "Layout", "Projection", "attribute_of", "each_head", "named_layout", "projection_of"]
+__all__ = [
+    "NAMED",
+    "Layout",
+    "Projection",
+    "attribute_of",
+    "config_around",
+    "each_head",
+    "named_layout",
+    "projection_of",
+]
+
+
+def config_around(name: str, modules: Mapping[str, nn.Module]) -> Iterator[Any]:
+    """Configurations of the modules around a parameter, innermost first."""
+    for path in (*ancestors(name), ""):
+        config = getattr(modules.get(path), "config", None)
+        if config is not None:
+            yield config
 
 
 def attribute_of(owner: Any, name: str) -> Any:
@@ -35,7 +52,7 @@ class Projection:
 
     `callers` are the modules that call its layer, each with the attribute by which it knows the layer (`qkv_proj`),
     innermost first: those that only wrap the layer, which then is their `linear`, and the one that uses what comes out.
-    A weight that a module multiplies by itself, like `in_proj_weight`, is its own layer.
+    A weight that a module multiplies by itself, like `in_proj_weight`, is its own layer. `shape` is the stored one.
     """
 
     name: str
@@ -43,6 +60,7 @@ class Projection:
     transposed: bool
     callers: tuple[tuple[nn.Module, str], ...]
     config: Any
+    shape: tuple[int, ...] = ()
 
     @property
     def layer(self) -> str:
@@ -93,6 +111,7 @@ def projection_of(name: str, parameter: nn.Parameter, modules: Mapping[str, nn.M
         transposed=transposed,
         callers=tuple(_callers(path, leaf, modules)),
         config=next(config_around(name, modules), None),
+        shape=tuple(parameter.shape),
     )
 
 
@@ -219,9 +238,10 @@ def each_head(it: Projection, spec: MatrixSpec) -> MatrixSpec:
         size = it.number("head_dim", "head_size", "attention_head_size", "d_kv", "key_value_proj_dim")
     except ConfigurationError:
         size = it.number("hidden_size", "d_model", "embed_dim", "n_embd") // it.heads
-    if it.rows % size:
-        raise ConfigurationError(f"per_head: {it.rows} rows of {it.name!r} are not heads of {size}")
-    return it.sections(*[size] * (it.rows // size))
+    rows = stored_matrices(it.shape, spec)[1][-1 if spec.transposed else 0] if spec.folded else it.rows
+    if rows % size:
+        raise ConfigurationError(f"per_head: {rows} rows of {it.name!r} are not heads of {size}")
+    return MatrixSpec(sections=(size,) * (rows // size), transposed=spec.transposed, folded=spec.folded)
 
 
 NAMED: Mapping[str, Layout] = {

@@ -20,11 +20,11 @@ from torch import nn
 
 from dmuon_hf.adapters import LoraPolicy, check_lora, lora_factors
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import MatrixSpec, canonical_name
-from dmuon_hf.families import layout_of
+from dmuon_hf.core.plan import MatrixSpec, canonical_name, stored_matrices
+from dmuon_hf.families import is_known, layout_of
 from dmuon_hf.fused import is_split_by
 from dmuon_hf.layouts import Projection, each_head, named_layout, projection_of
-from dmuon_hf.roles import EXPERTS, UNSAID_PROJECTION, Role
+from dmuon_hf.roles import EXPERTS, Role
 from dmuon_hf.stacks import known_stacks
 from dmuon_hf.survey import Survey, survey
 
@@ -135,9 +135,11 @@ class _Context:
         role = self._found.roles[name]
         if self._is_stack(name, parameter):
             return self._stack(name, parameter, f"linear weights of {_members(role)}")
-        if role.kind != "projection":
-            return Route("adamw", None, role.reason)
-        return self._muon(name, parameter, role.reason)
+        if role.kind == "projection" or self._is_folded(name, parameter):
+            return self._muon(name, parameter, role.reason)
+        if role.kind == "expert stack" and parameter.ndim == 2 and self._is_said(name):
+            return self._muon(name, parameter, f"linear weights of {_members(role)}")
+        return Route("adamw", None, role.reason)
 
     def forced(self, name: str, parameter: nn.Parameter, target: str, source: str) -> Route:
         """The route that `source` demands, with the layout that the model implies."""
@@ -147,11 +149,12 @@ class _Context:
             raise ConfigurationError(f"{source} sends {name!r} to {target!r}; choose 'muon' or 'adamw'")
         if self._is_stack(name, parameter):
             return self._stack(name, parameter, source)
-        if parameter.ndim != 2 or min(parameter.shape) == 1:
+        if not self._is_folded(name, parameter) and (parameter.ndim != 2 or min(parameter.shape) == 1):
             raise ConfigurationError(
                 f"{source} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which updates matrices with at "
-                "least two rows and two columns; route it to 'adamw', or give the MatrixSpec of one matrix of a stack "
-                "(count, out, in) in layouts={name: ...}"
+                "least two rows and two columns; route it to 'adamw'. Of three dimensions say in layouts={name: ...} "
+                "what they are: the MatrixSpec of one matrix of a stack (count, out, in), or MatrixSpec(folded=True) "
+                "of one matrix (out, heads, size)"
             )
         return self._muon(name, parameter, source)
 
@@ -164,7 +167,22 @@ class _Context:
 
     def _is_stack(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter stores several matrices of one shape, whose layout is known or said by the caller."""
-        return name in self._stacks or (parameter.ndim == 3 and self._said(name) is not None)
+        said = parameter.ndim == 3 and self._said(name)
+        return not self._is_folded(name, parameter) and (name in self._stacks or bool(said))
+
+    def _is_folded(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter in three dimensions is one matrix, as its family knows or the caller says."""
+        said = self._said(name)
+        if isinstance(said, MatrixSpec):
+            return said.folded
+        return parameter.ndim == 3 and name not in self._stacks and self._is_known(name)
+
+    def _is_known(self, name: str) -> bool:
+        return is_known(self._found.module_of(name), name.rpartition(".")[2])
+
+    def _is_said(self, name: str) -> bool:
+        """Whether the caller or a family says how the matrices of experts in two dimensions lie."""
+        return self._said(name) is not None or self._is_known(name)
 
     def _stack(self, name: str, parameter: nn.Parameter, reason: str) -> Route:
         """The route of a stack, with the layout of each of its members."""
@@ -194,8 +212,10 @@ class _Context:
                     reason = _UNKNOWN_LAYOUT
         if self._per_head:
             spec = each_head(projection, spec)
+        if parameter.ndim == 3 and not spec.folded:
+            raise ConfigurationError(f"{source} of {name!r} is of two dimensions: give a MatrixSpec(folded=True)")
         try:
-            spec.validate(tuple(parameter.shape))
+            spec.validate(stored_matrices(parameter.shape, spec)[1])
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{source} of {name!r} does not fit its shape: {error}; give its own in layouts={{name: ...}}"
@@ -216,11 +236,11 @@ def _report(model: nn.Module, table: Mapping[str, Route]) -> None:
     if model in _reported or (dist.is_initialized() and dist.get_rank() != 0):
         return
     _reported.add(model)
-    stacks = [name for name, route in table.items() if route.reason in (EXPERTS, UNSAID_PROJECTION)]
+    stacks = [name for name, route in table.items() if route.reason == EXPERTS]
     if stacks:
         logger.warning(
-            "%d weights of experts or projections are updated by AdamW, since how their matrices lie is not known here "
-            "or no MatrixSpec says it, first %s",
+            "%d weights of experts are updated by AdamW, since how their matrices lie is not known here: say it in "
+            "layouts={pattern: MatrixSpec of one expert}, first %s",
             len(stacks),
             stacks[0],
         )

@@ -15,10 +15,11 @@ from torch import nn
 
 from dmuon_hf.boundaries import HookBoundaries
 from dmuon_hf.core.hook_boundaries import ancestors
+from dmuon_hf.families import is_known
+from dmuon_hf.layouts import config_around
 from dmuon_hf.linears import is_linear
-from dmuon_hf.stacks import UNSAID
 
-__all__ = ["EXPERTS", "UNSAID_PROJECTION", "Role", "RoleKind", "config_around", "role_of"]
+__all__ = ["EXPERTS", "Role", "RoleKind", "role_of"]
 
 RoleKind = Literal["projection", "expert stack", "router", "embedding", "other"]
 
@@ -33,7 +34,6 @@ class Role:
 
 _PROJECTION = Role("projection", "linear weight in a block")
 EXPERTS = "stack of matrices (experts)"
-UNSAID_PROJECTION = "projection stored in three dimensions"
 _EXPERTS = Role("expert stack", EXPERTS)
 
 _ROUTER_NAMES = frozenset({"gate", "shared_expert_gate", "router", "classifier_gate"})
@@ -59,7 +59,7 @@ def role_of(
     if heads[1] is not None and any(holder in heads[1].modules() for holder in holders):
         return Role("other", "output embedding")
     if parameter.ndim == 3 and not _is_convolution(holders[0]):
-        return _stack_role(names[0], leaf, modules)
+        return _stack_role(names[0], leaf, modules, boundaries)
     if parameter.ndim != 2 or min(parameter.shape) == 1:
         return Role("other", "not a matrix")
     if _is_router(names[0], modules):
@@ -85,12 +85,12 @@ def _matrix_role(name: str, leaf: str, parameter: nn.Parameter, modules: Mapping
     return _PROJECTION
 
 
-def _stack_role(name: str, leaf: str, modules: Mapping[str, nn.Module]) -> Role:
+def _stack_role(name: str, leaf: str, modules: Mapping[str, nn.Module], boundaries: HookBoundaries) -> Role:
     holder_name = name.rpartition(".")[0]
     if _is_expert(holder_name, modules):
         return _EXPERTS
-    if any(f"{kind.__name__}.{leaf}" in UNSAID for kind in type(modules[holder_name]).__mro__):
-        return Role("other", UNSAID_PROJECTION)
+    if is_known(modules[holder_name], leaf) and boundaries.block_name(name) is not None:
+        return _PROJECTION
     return Role("other", f"3-D {leaf} of a {type(modules[holder_name]).__name__}")
 
 
@@ -109,14 +109,6 @@ def _is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return any(
         path.rpartition(".")[2].endswith("router") or type(modules[path]).__name__.endswith("Router") for path in around
     )
-
-
-def config_around(name: str, modules: Mapping[str, nn.Module]) -> Iterator[Any]:
-    """Configurations of the modules around a parameter, innermost first."""
-    for path in (*ancestors(name), ""):
-        config = getattr(modules.get(path), "config", None)
-        if config is not None:
-            yield config
 
 
 def _is_value_per_head(holder_name: str, weight: nn.Parameter, modules: Mapping[str, nn.Module]) -> bool:

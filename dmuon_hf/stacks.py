@@ -14,7 +14,7 @@ from torch import nn
 
 from dmuon_hf.core.plan import MatrixSpec, canonical_name
 
-__all__ = ["STACKS", "UNSAID", "known_stacks"]
+__all__ = ["STACKS", "known_stacks"]
 
 _DECLARED = ("has_gate", "is_concatenated", "is_transposed")
 
@@ -116,8 +116,3 @@ _LAYOUTS: tuple[tuple[Layout, str], ...] = (
 
 STACKS: Mapping[str, Layout] = MappingProxyType({name: layout for layout, names in _LAYOUTS for name in names.split()})
 """`Class.attribute` of every stack whose class declares nothing -> its layout."""
-
-UNSAID = frozenset(
-    ["FunnelRelMultiheadAttention.r_kernel", *(f"XLNetRelativeAttention.{leaf}" for leaf in ("k", "o", "q", "r", "v"))]
-)
-"""`Class.attribute` of projections `(in, heads, size)`: one matrix in three dimensions, which no `MatrixSpec` says."""

@@ -117,7 +117,7 @@ def _candidates(name: str, parameter: nn.Parameter, route: Route, found: Survey)
     unit = found.boundaries.block_name(name) or name.rpartition(".")[0]
     spec = route.spec or MatrixSpec()
     shape = tuple(parameter.shape)
-    if len(shape) == 2:
+    if len(shape) == 2 or spec.folded:
         return [Candidate(name=name, shape=shape, dtype=parameter.dtype, unit=unit, spec=spec)]
     return [
         Candidate(name=f"{name}.{i}", shape=shape[1:], dtype=parameter.dtype, unit=unit, spec=spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 
 from dmuon_hf.cli.skeleton import skeleton
 from dmuon_hf.cli.tables import print_json
@@ -25,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
                 name: {
                     "shape": list(parameters[name].shape),
                     "route": route.route,
-                    "layout": None if route.spec is None else asdict(route.spec),
+                    "layout": None if route.spec is None else route.spec.to_json(),
                     "reason": route.reason,
                 }
                 for name, route in routes(model, overrides=overrides).items()

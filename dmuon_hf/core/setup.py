@@ -191,7 +191,10 @@ def dedicate_params(
         )
 
     def is_stack(name: str, param: nn.Parameter) -> bool:
-        return param.ndim == 3 and policy_of(name, param).route == "muon"
+        if param.ndim != 3 or policy_of(name, param).route != "muon":
+            return False
+        spec = None if matrix_spec_fn is None else matrix_spec_fn(name, param)
+        return spec is None or not spec.folded
 
     stacks = stacks_of(model, predicate, is_stack, matrix_spec_fn)
     selection = select(

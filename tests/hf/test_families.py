@@ -11,8 +11,11 @@ from tests.hf.zoo.build import MAPPINGS
 from tests.hf.zoo.launches import differences
 from tests.hf.zoo.tiny import FAMILIES
 
-SAMPLE = ("phi3", "deepseek_v3", "zamba", "t5", "marian", "bert", "albert", "llava", "swin", "whisper")
-"""Fused weights, latent attention and experts, blocks that share weights, shared embeddings and biases."""
+SAMPLE = (
+    "phi3", "deepseek_v3", "zamba", "xlnet", "dbrx", "t5", "marian", "bert", "albert", "llava", "swin", "whisper",
+)  # fmt: skip
+"""Fused weights, latent attention and experts, blocks that share weights, projections in three dimensions, shared
+embeddings and biases."""
 
 
 def _compare(rank: int, world: int, names: tuple[str, ...]) -> dict[str, str]:

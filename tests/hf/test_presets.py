@@ -79,16 +79,99 @@ def test_qwen3_next_splits_every_fused_projection_and_keeps_values_per_head_on_a
         assert table["model.layers.0.mlp." + name].route == "muon", name
 
 
-def test_projections_in_three_dimensions_on_adamw_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = tf.XLNetConfig(vocab_size=128, d_model=64, n_layer=2, n_head=4, d_inner=96)
-    model = tf.XLNetLMHeadModel(config)
+def _xlnet() -> nn.Module:
+    return tf.XLNetLMHeadModel(tf.XLNetConfig(vocab_size=128, d_model=64, n_layer=2, n_head=4, d_inner=96))
+
+
+def test_projections_in_three_dimensions_are_the_matrices_that_their_model_multiplies_by() -> None:
+    model = _xlnet()
+    table = routes(model)
+    attention, hidden = model.transformer.layer[0].rel_attn, torch.randn(3, 64)
+    nn.init.normal_(attention.q), nn.init.normal_(attention.o)
+
+    def matrix_of(leaf: str) -> torch.Tensor:
+        route = table[f"transformer.layer.0.rel_attn.{leaf}"]
+        assert (route.route, route.reason) == ("muon", "linear weight in a block")
+        (matrix,) = route.spec.split(route.spec.stored(getattr(attention, leaf)))
+        return matrix
+
+    for leaf in ("q", "k", "v", "r"):
+        expected = torch.einsum("ih,hnd->ind", hidden, getattr(attention, leaf)).flatten(1)
+        torch.testing.assert_close(hidden @ matrix_of(leaf).T, expected)
+    outputs = torch.einsum("ind,hnd->ih", hidden.view(3, 4, 16), attention.o)
+    torch.testing.assert_close(hidden @ matrix_of("o").T, outputs)
+    assert table["transformer.layer.0.rel_attn.r_w_bias"].route == "adamw"
+    assert table["transformer.layer.0.rel_attn.seg_embed"].route == "adamw"
+
+
+def test_heads_of_projections_in_three_dimensions_are_matrices_when_asked_for() -> None:
+    table = routes(_xlnet(), per_head=True)
+    assert table["transformer.layer.0.rel_attn.k"].spec == MatrixSpec(sections=(16,) * 4, transposed=True, folded=True)
+
+
+class _Einsum(nn.Module):
+    """Attention of a user's own that keeps its queries in three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(8, 2, 4))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.einsum("bh,hnd->bnd", x, self.q).flatten(1))
+
+
+def test_own_projections_in_three_dimensions_are_on_muon_when_their_layout_is_given() -> None:
+    model = nn.Sequential(*(nn.ModuleDict({"attention": _Einsum()}) for _ in range(2)))
+    assert routes(model)["0.attention.q"].route == "adamw"
+    spec = MatrixSpec(folded=True, transposed=True)
+    assert routes(model, layouts={"*.q": spec})["1.attention.q"].spec == spec
+    with pytest.raises(ConfigurationError, match="folded=True"):
+        routes(model, overrides={"0.attention.q": "muon"})
+
+
+def test_dbrx_experts_are_the_matrices_that_their_model_multiplies_by() -> None:
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": 64, "max_seq_len": 8}
+    attention = {"kv_n_heads": 1, "clip_qkv": None, "rope_theta": 1e4}
+    experts = {"ffn_hidden_size": 12, "moe_num_experts": 3, "moe_top_k": 1}
+    model = tf.DbrxForCausalLM(tf.DbrxConfig(**sizes, attn_config=attention, ffn_config=experts))
+    table = routes(model)
+    module, hidden = model.transformer.blocks[0].ffn.experts, torch.randn(3, 16)
+    for weight in module.parameters():
+        nn.init.normal_(weight)
+
+    def matrices_of(leaf: str) -> list[torch.Tensor]:
+        route = table[f"transformer.blocks.0.ffn.experts.mlp.{leaf}"]
+        assert (route.route, route.reason) == ("muon", "linear weights of experts")
+        return route.spec.split(getattr(module.mlp, leaf))
+
+    chosen = torch.tensor([[2], [0], [1]])
+    got = module(hidden, chosen, torch.ones(3, 1)).squeeze(1)
+    parts = [[matrices_of(leaf)[expert] for leaf in ("w1", "v1", "w2")] for expert in chosen.flatten()]
+    expected = [
+        w2 @ (module.mlp.activation_fn(w1 @ x) * (v1 @ x)) for (w1, v1, w2), x in zip(parts, hidden, strict=True)
+    ]
+    torch.testing.assert_close(got, torch.stack(expected))
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_in = nn.Parameter(torch.randn(3, 4, 8))
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x)
+
+
+def test_experts_of_unknown_layout_are_on_adamw_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(nn.ModuleDict({"experts": _Experts()}) for _ in range(2)))
     with caplog.at_level(logging.WARNING, logger="dmuon_hf.presets"):
         table = routes(model)
         routes(model)
-    assert table["transformer.layer.0.rel_attn.q"].reason == "projection stored in three dimensions"
+    assert table["0.experts.weight_in"].route == "adamw"
     (record,) = caplog.records
-    # Queries, keys, values, positions and outputs of two layers.
-    assert record.message.startswith("10 weights of experts or projections are updated by AdamW")
+    assert record.message.startswith("2 weights of experts are updated by AdamW") and "layouts=" in record.message
 
 
 def test_recurrent_gates_and_heads_of_mamba_are_stacks_of_a_matrix_per_head() -> None:

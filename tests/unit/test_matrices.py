@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.plan import MatrixSpec, stored_matrices
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -56,6 +56,32 @@ def test_groups_collect_query_and_gate_of_every_head() -> None:
     assert torch.equal(gate, weight[[row + 2 for row in rows_query]])
 
 
+def test_transposed_sections_are_turned_each_by_itself() -> None:
+    weight = numbered(6, 4)  # DBRX w2: two experts one below the other, each (in, out)
+    spec = MatrixSpec(sections=(3, 3), sections_transposed=True)
+    first, second = spec.split(weight)
+    assert torch.equal(first, weight[:3].T) and torch.equal(second, weight[3:].T)
+    assert spec.logical_shapes((6, 4)) == [(4, 3), (4, 3)]
+
+
+def test_folded_spec_makes_two_dimensions_of_three() -> None:
+    weight = numbered(5, 2, 3)  # XLNet: (in, heads, dim)
+    spec = MatrixSpec(folded=True, transposed=True)
+    assert stored_matrices(weight.shape, spec) == (1, (5, 6))
+    matrix = spec.stored(weight)
+    assert torch.equal(matrix, weight.flatten(1)) and matrix.data_ptr() == weight.data_ptr()
+    assert torch.equal(spec.unfolded.split(matrix)[0], weight.flatten(1).T)
+    with pytest.raises(ConfigurationError, match="three dimensions"):
+        stored_matrices((5, 6), spec)
+    with pytest.raises(ConfigurationError, match="not contiguous"):
+        spec.check_foldable(weight.permute(2, 0, 1), "layer.q")
+
+
+def test_transposed_sections_without_sections_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no effect"):
+        MatrixSpec(sections_transposed=True)
+
+
 def random_spec(rng: random.Random) -> tuple[MatrixSpec, tuple[int, int]]:
     transposed, width = rng.random() < 0.5, rng.randint(1, 7)
     if rng.random() < 0.25:
@@ -63,7 +89,9 @@ def random_spec(rng: random.Random) -> tuple[MatrixSpec, tuple[int, int]]:
     else:
         sections = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
         groups = rng.randint(1, 4)
-        spec, rows = MatrixSpec(groups=groups, sections=sections, transposed=transposed), groups * sum(sections)
+        turned = rng.random() < 0.3
+        spec = MatrixSpec(groups=groups, sections=sections, transposed=transposed, sections_transposed=turned)
+        rows = groups * sum(sections)
     return spec, (width, rows) if transposed else (rows, width)
 
 

@@ -11,6 +11,7 @@ for Muon: with ``"match_rms_adamw"`` it is the paper's step ``0.2 * lr * sqrt(m 
 
 What is kept of a parameter is one value for each row of its stored matrices in the ``(out, in)`` orientation, in stored
 order: ``(rows,)``, of a stack ``(count, rows)``, whatever the decomposition into logical matrices and whoever computes.
+Where sections are transposed it is one for each row of their matrices, one matrix after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.plan import MatrixSpec, stored_matrices
 
 __all__ = [
     "UPDATE_RULES",
@@ -44,13 +45,17 @@ _EPS: Final = 1e-8
 
 def second_moment_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, ...]:
     """Shape of the second moments of a parameter of stored ``shape``: ``(rows,)``, or ``(count, rows)`` of a stack."""
-    return (*shape[:-2], shape[-1] if spec.transposed else shape[-2])
+    _, stored = stored_matrices(shape, spec)
+    rows = sum(rows for rows, _ in spec.logical_shapes(stored))
+    return (rows,) if spec.folded else (*shape[:-2], rows)
 
 
 def split_rows(values: Tensor, spec: MatrixSpec) -> list[Tensor]:
     """Values of rows, ``(count, rows)``, by logical matrix: views, or copies where groups interleave."""
     if spec.sections is None:
         return [values]
+    if spec.sections_transposed:
+        return list(values.chunk(spec.count, dim=-1))
     return [part.squeeze(-1) for part in replace(spec, transposed=False).split(values.unsqueeze(-1))]
 
 
@@ -58,6 +63,8 @@ def merge_rows(parts: Sequence[Tensor], spec: MatrixSpec) -> Tensor:
     """Inverse of :func:`split_rows`."""
     if spec.sections is None:
         return parts[0]
+    if spec.sections_transposed:
+        return torch.cat(list(parts), dim=-1)
     return replace(spec, transposed=False).merge([part.unsqueeze(-1) for part in parts]).squeeze(-1)
 
 

@@ -49,7 +49,8 @@ class OwnedSource:
         for matrix in self._matrices:
             if matrix.route != "muon":
                 _check_shape(matrix)
-        self._stacks = [matrix for matrix in self._matrices if matrix.param.ndim == 3]
+            matrix.spec.check_foldable(matrix.param, matrix.name)
+        self._stacks = [matrix for matrix in self._matrices if matrix.param.ndim == 3 and not matrix.spec.folded]
         self._parallel = tensor_parallel_matrices(runtime, self._matrices, columns)
 
     @property
@@ -135,7 +136,7 @@ class OwnedSource:
 
 def _check_shape(matrix: DedicatedMatrix) -> None:
     try:
-        matrix.spec.validate(stored_matrices(matrix.param.shape)[1])
+        matrix.spec.validate(stored_matrices(matrix.param.shape, matrix.spec)[1])
     except (ConfigurationError, NotImplementedError) as error:
         raise type(error)(f"{matrix.name} cannot be put on the muon route by its group: {error}") from error
 
@@ -150,15 +151,16 @@ def _members_seen(stack: DedicatedMatrix, device: torch.device) -> Tensor:
 
 
 def _owned_matrix(matrix: DedicatedMatrix, state: Mapping[str, Tensor], members: tuple[int, ...] | None) -> OwnedMatrix:
-    param = matrix.param
+    param, stored = matrix.param, matrix.spec.stored
     if param.grad is None:
         raise ConfigurationError(f"the gradient of {matrix.name!r} is gone: set no .grad to None before step()")
+    grad = local_tensor(param.grad, matrix.name)
     return OwnedMatrix(
         name=matrix.name,
-        weight=local_tensor(param, matrix.name),
-        grad=local_tensor(param.grad, matrix.name),
-        momentum=local_tensor(state["momentum_buffer"], matrix.name),
-        spec=matrix.spec,
+        weight=stored(local_tensor(param, matrix.name)),
+        grad=stored(grad.contiguous() if matrix.spec.folded else grad),
+        momentum=stored(local_tensor(state["momentum_buffer"], matrix.name)),
+        spec=matrix.spec.unfolded,
         members=members,
         second_moment=local_tensor(state["second_moment"], matrix.name) if "second_moment" in state else None,
     )

@@ -55,8 +55,8 @@ def _fresh_second_moment(param: Tensor, spec: MatrixSpec) -> Tensor:
         return empty_second_moment(param, spec).zero_()
     shape, dtype = torch.Size(second_moment_shape(param.shape, spec)), momentum_dtype(param)
     local = param.to_local()
-    members = local.shape[:-2]
-    placements = [_of_members(placement, param.ndim) for placement in param.placements]
+    members = () if spec.folded else local.shape[:-2]
+    placements = [_of_members(placement, 2 if spec.folded else param.ndim) for placement in param.placements]
     if isinstance(param, OwnedTensor):
         beside = {axis: placements[axis] for axis in range(len(placements)) if axis not in param.owned_axes}
         values = local.new_zeros((*members, shape[-1]) if param.is_owner else (0, *shape[1:]), dtype=dtype)

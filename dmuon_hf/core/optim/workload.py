@@ -46,6 +46,7 @@ def _without_data(matrix: DedicatedMatrix, rule: MuonRule) -> OwnedMatrix:
     weight = torch.empty(param.shape, dtype=param.dtype, device="meta")
     momentum = torch.empty(param.shape, dtype=matrix.optim_dtype or momentum_dtype(param), device="meta")
     second_moment = empty_second_moment(weight, matrix.spec) if rule.normalises_rows else None
+    weight, momentum = matrix.spec.stored(weight), matrix.spec.stored(momentum)
     return OwnedMatrix(
-        matrix.name, weight, torch.empty_like(weight), momentum, matrix.spec, second_moment=second_moment
+        matrix.name, weight, torch.empty_like(weight), momentum, matrix.spec.unfolded, second_moment=second_moment
     )

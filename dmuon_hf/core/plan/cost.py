@@ -53,7 +53,7 @@ def matrix_cost(shape: Sequence[int], spec: MatrixSpec, *, model: CostModel = "o
     """
     if model not in get_args(CostModel):
         raise ConfigurationError(f"owner_cost_model must be one of {get_args(CostModel)}, got {model!r}")
-    count, stored = stored_matrices(shape)
+    count, stored = stored_matrices(shape, spec)
     spec.validate(stored)
     numel = math.prod(shape)
     if model == "numel":

@@ -75,7 +75,7 @@ class ParamEntry:
     @property
     def logical_shapes(self) -> list[tuple[int, int]]:
         """The ``(out, in)`` shape of each logical matrix, of a stack member by member; none on the adamw route."""
-        count, stored = stored_matrices(self.shape)
+        count, stored = stored_matrices(self.shape, self.spec)
         return self.spec.logical_shapes(stored) * count if self.route == "muon" else []
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Plan:
         known = set(self.units)
         for entry in self.entries:
             if entry.route == "muon":
-                entry.spec.validate(stored_matrices(entry.shape)[1])
+                entry.spec.validate(stored_matrices(entry.shape, entry.spec)[1])
             if entry.unit not in known:
                 raise ConfigurationError(
                     f"{entry.name} belongs to unit {entry.unit!r}, which is not among {self.units}"

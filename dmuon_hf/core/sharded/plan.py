@@ -41,6 +41,11 @@ class ShardedEntry:
     layout: ShardLayout
 
     def __post_init__(self) -> None:
+        if self.spec.folded:
+            raise NotImplementedError(
+                f"{self.name} is a matrix in three dimensions, which is not built on a tensor-parallel axis: leave it "
+                "out of the predicate, so that AdamW trains it"
+            )
         if len(self.layout.shape) not in (2, 3) or 0 in self.layout.shape:
             raise ConfigurationError(
                 f"{self.name} has shape {self.layout.shape}: Muon takes matrices (out, in) and stacks of them (count, "

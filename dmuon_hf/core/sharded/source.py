@@ -21,7 +21,7 @@ from dmuon_hf.core.ns.agreement import Call
 from dmuon_hf.core.optim.gradients import local_tensor
 from dmuon_hf.core.optim.interfaces import OnBatch
 from dmuon_hf.core.optim.update import MuonRule, Orthogonalize
-from dmuon_hf.core.plan import LinkCosts, MatrixSpec
+from dmuon_hf.core.plan import LinkCosts, MatrixSpec, stored_matrices
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.plan import BUCKET_NUMEL, ShardedEntry, make_sharded_plan
@@ -41,6 +41,20 @@ class ShardedMatrix:
     name: str
     param: nn.Parameter
     spec: MatrixSpec = field(default_factory=MatrixSpec)
+
+    def stored(self, tensor: Tensor, what: str) -> Tensor:
+        """What this rank holds of the parameter, or of what lies as it, as the matrix or stack that is stored there."""
+        local = local_tensor(tensor, what)
+        return self.spec.stored(local.contiguous() if self.spec.folded and tensor is self.param.grad else local)
+
+
+def _entry(matrix: ShardedMatrix, rank: int) -> ShardedEntry:
+    layout = layout_of(matrix.param, matrix.name, rank=rank)
+    stored_matrices(matrix.param.shape, matrix.spec)
+    matrix.spec.check_foldable(matrix.param, matrix.name)
+    if matrix.spec.folded:
+        layout = layout.folded(matrix.name)
+    return ShardedEntry(matrix.name, matrix.param.dtype, matrix.spec.unfolded, layout)
 
 
 class ShardedSource:
@@ -76,17 +90,9 @@ class ShardedSource:
         self._mesh = mesh
         self.matrices = {matrix.name: matrix for matrix in matrices}
         self.team = join([matrix.param for matrix in matrices])
-        mine = [
-            ShardedEntry(
-                matrix.name,
-                matrix.param.dtype,
-                matrix.spec,
-                layout_of(matrix.param, matrix.name, rank=self.team.rank),
-            )
-            for matrix in matrices
-        ]
+        mine = [_entry(matrix, self.team.rank) for matrix in matrices]
         with torch.no_grad():
-            shapes = [tuple(local_tensor(matrix.param, matrix.name).shape) for matrix in matrices]
+            shapes = [tuple(matrix.stored(matrix.param, matrix.name).shape) for matrix in matrices]
         entries = agree_on_entries(mine, shapes, self.team)
         links = links or LinkCosts.beside(self.team.device.type)
         self.plan = make_sharded_plan(entries, self.team.ranks, bucket_numel=bucket_numel, links=links)
@@ -147,10 +153,10 @@ class ShardedSource:
         """Update what this rank holds of every matrix that some rank saw a gradient for. Collective over the team."""
         local = {
             index: LocalParameter(
-                weight=local_tensor(matrix.param, matrix.name),
+                weight=matrix.stored(matrix.param, matrix.name),
                 grad=self._gradient(matrix),
                 rule=rules[id(matrix.param)],
-                **_local_state(state[matrix.param], matrix.name),
+                **_local_state(state[matrix.param], matrix),
             )
             for index, _, matrix in self._mine()
             if id(matrix.param) in rules
@@ -188,8 +194,8 @@ class ShardedSource:
         """The local gradient; zeros where this rank saw none but another one did, or none was reached."""
         grad = matrix.param.grad
         if grad is None:
-            return torch.zeros_like(local_tensor(matrix.param, matrix.name))
-        return local_tensor(grad, f"the gradient of {matrix.name}")
+            return torch.zeros_like(matrix.stored(matrix.param, matrix.name))
+        return matrix.stored(grad, f"the gradient of {matrix.name}")
 
     def _mine(self) -> Iterable[tuple[int, ShardedEntry, ShardedMatrix]]:
         for index, entry in enumerate(self.plan.entries):
@@ -205,11 +211,11 @@ def _watched(monitor: LockstepMonitor) -> Callable[[Any], None]:
     return wait
 
 
-def _local_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _local_state(state: Mapping[str, Tensor], matrix: ShardedMatrix) -> dict[str, Tensor]:
     """This rank's part of the state of a parameter, as :class:`LocalParameter` names it."""
-    local = {"momentum": local_tensor(state["momentum_buffer"], name)}
+    local = {"momentum": matrix.stored(state["momentum_buffer"], matrix.name)}
     if "second_moment" in state:
-        local["second_moment"] = local_tensor(state["second_moment"], name)
+        local["second_moment"] = local_tensor(state["second_moment"], matrix.name)
     return local
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Literal, TypeAlias
@@ -88,6 +88,20 @@ class ShardLayout:
         if any(_nesting(other, dim) is None for dim in range(len(self.shape))):
             return None
         return other if any(other.held(at) != self.held(at) for at in self.coordinates()) else None
+
+    def folded(self, name: str) -> ShardLayout:
+        """The layout of a tensor of three dimensions as the matrix ``(a, b * c)``.
+
+        Raises:
+            NotImplementedError: it is cut along another dimension than the first.
+        """
+        if any(cut is not None and cut.dim > 0 for cut in self.cuts):
+            raise NotImplementedError(
+                f"{name} is a matrix in three dimensions, cut along the second or third, which is not built: shard its "
+                "first dimension, or leave it out of the predicate, so that AdamW trains it"
+            )
+        first, second, third = self.shape
+        return replace(self, shape=(first, second * third))
 
     def numel(self) -> int:
         """Elements of the whole tensor."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from dmuon_hf import families
 from dmuon_hf.core.hook_boundaries import is_called
-from dmuon_hf.core.plan import MatrixSpec
+from dmuon_hf.core.plan import MatrixSpec, stored_matrices
 from dmuon_hf.layouts import projection_of
 from dmuon_hf.presets import Route, routes
 from dmuon_hf.stacks import STACKS
@@ -19,8 +19,11 @@ from dmuon_hf.survey import Survey, survey
 from tests.hf.zoo.build import build
 from tests.hf.zoo.drive import traced_roles
 
-__all__ = ["Finding", "examine"]
+__all__ = ["COMPUTED", "Finding", "examine"]
 
+
+COMPUTED = frozenset({"DbrxExpertGLU.v1", "DbrxExpertGLU.w1", "DbrxExpertGLU.w2"})
+"""Layers of which a test computes the output from the matrices of their layout: no rows come out of all of them."""
 
 _STACK = "expert stack"
 
@@ -62,7 +65,8 @@ def examine(model_type: str, class_name: str, known: set[str]) -> Finding:
         finding.elements += parameter.numel()
         if table[name].route == "muon":
             finding.muon += parameter.numel()
-            finding.matrices += _spec(table[name]).count * (len(parameter) if parameter.ndim == 3 else 1)
+            spec = _spec(table[name])
+            finding.matrices += spec.count * stored_matrices(parameter.shape, spec)[0]
         if found.roles[name].kind == _STACK:
             finding.experts += parameter.numel()
             if table[name].route != "muon":
@@ -106,7 +110,12 @@ def _check_layouts(found: Survey, table: Mapping[str, Route], finding: Finding, 
         if route.route == "muon":
             first.setdefault(_label(found, name), name)
     finding.fused = {label for label, name in first.items() if _spec(table[name]).count > 1}
-    weights = {name: found.model.get_parameter(name) for label, name in first.items() if label not in known}
+    known |= COMPUTED & finding.fused
+    weights = {
+        name: found.model.get_parameter(name)
+        for label, name in first.items()
+        if label not in known and not _spec(table[name]).folded
+    }
     fused = {name for name in weights if _spec(table[name]).count > 1}
     seen = traced_roles(found, weights, lambda name: _spec(table[name]).transposed, fused) if weights else {}
     for label, name in first.items():

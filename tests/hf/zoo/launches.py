@@ -99,9 +99,12 @@ def _reference(model: nn.Module, part: set[str], routes: dict[str, dmuon_hf.Rout
 def _matrices(spec: MatrixSpec, stored: Tensor) -> list[Tensor]:
     """Views of the logical matrices of a weight or stack, `(groups, rows, in)` each."""
     views = []
+    if spec.folded:
+        stored = stored.flatten(1)
     for member in stored if stored.ndim == 3 else [stored]:
         rows = (member.T if spec.transposed else member).unflatten(0, (spec.groups, -1))
         views += rows.split(spec.sections or (rows.shape[1],), dim=1)
+    # Turned or not, a matrix has the same update, but for learning-rate scales that these runs do not use.
     return views
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import transformers
 from dmuon_hf.families import FUSED
 from dmuon_hf.stacks import STACKS
 from tests.hf.zoo.build import MAPPINGS, NotBuildableError, entries
-from tests.hf.zoo.examine import Finding, examine
+from tests.hf.zoo.examine import COMPUTED, Finding, examine
 from tests.hf.zoo.prepared import refusals
 
 __all__ = ["Sweep", "sweep"]
@@ -60,20 +60,15 @@ def page(result: Sweep) -> str:
     """The text of `docs/families.md`."""
     fused = {layer for finding in result.findings.values() for layer in finding.fused}
     followed = fused & result.known
-    adamw_experts = ", ".join(
-        f"`{layer}`" for layer in sorted(set().union(*(finding.adamw_experts for finding in result.findings.values())))
-    )
-    unfollowed = ", ".join(f"`{layer}`" for layer in sorted(fused - followed)) or "none"
+    adamw_experts = set().union(*(finding.adamw_experts for finding in result.findings.values()))
     lines = [
         "# Model families",
         "",
         f"Every entry of six Auto mappings of transformers {transformers.__version__}, built from its default",
         "configuration with few layers. `make sweep` writes this page. Right means that every weight has the route of",
         "its role, that no layer of a repeated block is left outside, that the logical matrices of each fused weight",
-        "are the rows that arrive together in the model's own forward. Experts are on Muon, each by itself, but for",
-        f"{adamw_experts}, of which no `MatrixSpec` says how they lie. Nor does one",
-        "of the projections that XLNet and Funnel (`r_kernel`) store in three dimensions: these are on AdamW, as the",
-        "log says.",
+        "are the rows that arrive together in the model's own forward. Experts are on Muon, each by itself; on AdamW,",
+        f"as the log says: {_listed(adamw_experts)}.",
         "",
         "| Mapping | Entries | Built | Right | With expert stacks |",
         "|---|---|---|---|---|",
@@ -90,7 +85,8 @@ def page(result: Sweep) -> str:
         "## Fused layers",
         "",
         f"{len(fused)} layers hold several matrices. {len(followed)} of them were followed through a forward, which",
-        f"proves their layouts; read from its source alone: {unfollowed}.",
+        f"proves their layouts, or computed from their matrices ({_listed(COMPUTED)}); read from source alone:",
+        f"{_listed(fused - followed)}.",
         "",
         "| Layer | Layout | Followed |",
         "|---|---|---|",
@@ -103,6 +99,10 @@ def page(result: Sweep) -> str:
         *_classes(result.findings),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _listed(layers: Collection[str]) -> str:
+    return ", ".join(f"`{layer}`" for layer in sorted(layers)) or "none"
 
 
 def _prepared(refusals: Mapping[str, str]) -> list[str]:

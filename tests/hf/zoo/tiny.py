@@ -175,6 +175,22 @@ FAMILIES: dict[str, Family] = {
             layers_block_type=["hybrid", "mamba", "hybrid", "mamba"],
         ),
     ),
+    # Its projections have three dimensions.
+    "xlnet": Family(
+        "causal LM",
+        tf.XLNetLMHeadModel,
+        lambda: tf.XLNetConfig(vocab_size=_WORDS, d_model=32, n_layer=2, n_head=4, d_inner=48),
+    ),
+    # Its experts are stored one below the other.
+    "dbrx": Family(
+        "causal LM",
+        tf.DbrxForCausalLM,
+        lambda: tf.DbrxConfig(
+            d_model=32, n_heads=4, n_layers=2, vocab_size=_WORDS, max_seq_len=64, pad_token_id=0,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            ffn_config={"ffn_hidden_size": 12, "moe_num_experts": 3, "moe_top_k": 2},
+        ),
+    ),
     "persimmon": Family("causal LM", tf.PersimmonForCausalLM, lambda: tf.PersimmonConfig(**_DECODER)),
     # seq2seq LM
     "t5": Family(
