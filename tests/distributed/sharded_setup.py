@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dmuon_hf.core.ns import NewtonSchulz
-from dmuon_hf.core.optim.update import MuonRule, momentum_dtype
+from dmuon_hf.core.optim.state import fresh_state
+from dmuon_hf.core.optim.update import MuonRule
 from dmuon_hf.core.plan import LinkCosts, MatrixSpec
 from dmuon_hf.core.sharded import ShardedMatrix, ShardedSource
 from tests.harness.comm import CollectiveCounter
@@ -125,7 +126,16 @@ def make_source(run: Steps, params: dict[str, nn.Parameter]) -> ShardedSource:
     return ShardedSource(matrices, bucket_numel=run.bucket_numel, links=run.links)
 
 
-def step_once(run: Steps, source: ShardedSource, params: Any, momenta: Any, step: int, ns: Any) -> int:
+def fresh_states(run: Steps, params: dict[str, nn.Parameter]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    return {
+        param: fresh_state(
+            param, "muon", normalised=run.specs.get(name, MatrixSpec()) if run.rule.normalises_rows else None
+        )
+        for name, param in params.items()
+    }
+
+
+def step_once(run: Steps, source: ShardedSource, params: Any, state: Any, step: int, ns: Any) -> int:
     for name, grad in gradients(run, step).items():
         param = params[name]
         param.grad = None if grad is None else _distributed(grad, param.device_mesh, param.placements)
@@ -133,23 +143,24 @@ def step_once(run: Steps, source: ShardedSource, params: Any, momenta: Any, step
     if dist.is_initialized():
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     rules = {id(param): run.rule for param in params.values()}
-    state = {params[name]: {"momentum_buffer": momentum} for name, momentum in momenta.items()}
     return source.update(rules, state, [flag > 0 for flag in flags.tolist()], ns)
 
 
 def train_sharded(rank: int, world: int, run: Steps) -> dict[str, Any]:
     """Train; on every rank the weights and momenta after every step, whole, and what the steps sent."""
     params = sharded_params(run)
-    momenta = {name: torch.zeros_like(param, dtype=momentum_dtype(param)) for name, param in params.items()}
+    state = fresh_states(run, params)
     source = make_source(run, params)
     ns = NewtonSchulz("direct", **run.ns)
-    history: dict[str, Any] = {"weights": [], "momenta": [], "ns_matrices": 0}
+    history: dict[str, Any] = {"weights": [], "momenta": [], "second_moments": [], "ns_matrices": 0}
     with CollectiveCounter() as counter:
         for step in range(run.steps):
             with counter.phase("step"):
-                history["ns_matrices"] += step_once(run, source, params, momenta, step, ns)
+                history["ns_matrices"] += step_once(run, source, params, state, step, ns)
             history["weights"].append({name: param.detach().full_tensor().clone() for name, param in params.items()})
-            history["momenta"].append({name: momentum.full_tensor().clone() for name, momentum in momenta.items()})
+            for kind, key in (("momenta", "momentum_buffer"), ("second_moments", "second_moment")):
+                kept = {name: state[param].get(key) for name, param in params.items()}
+                history[kind].append({name: v.full_tensor().clone() for name, v in kept.items() if v is not None})
     history["records"] = [
         (record.kind, record.ring_bytes, record.dtype) for record in counter.select(tag="dmuon_sharded", phase="step")
     ]
@@ -173,9 +184,10 @@ def reference_steps(run: Steps) -> dict[str, Any]:
         momentum=run.rule.momentum,
         nesterov=run.rule.nesterov,
         weight_decay=run.rule.weight_decay,
+        normuon_beta2=run.rule.normuon_beta2 if run.rule.normalises_rows else None,
         split={name: run.specs[name.split("__")[0]].split for name in flat if name.split("__")[0] in run.specs},
     )
-    history: dict[str, Any] = {"weights": [], "momenta": []}
+    history: dict[str, Any] = {"weights": [], "momenta": [], "second_moments": []}
     for step in range(run.steps):
         for name, grad in gradients(run, step).items():
             for i in range(len(values[name]) if values[name].ndim == 3 else 1):
@@ -184,7 +196,15 @@ def reference_steps(run: Steps) -> dict[str, Any]:
         optimizer.step()
         history["weights"].append(_stacked(values, dict(holder.named_parameters())))
         history["momenta"].append(_stacked(values, optimizer.buffers))
+        if run.rule.normalises_rows:
+            moments = _stacked(values, optimizer.second_moments)
+            history["second_moments"].append({name: _rows(run, name, value) for name, value in moments.items()})
     return history
+
+
+def _rows(run: Steps, name: str, values: torch.Tensor) -> torch.Tensor:
+    """One value a row of what has it in each element."""
+    return values[..., 0, :] if run.specs.get(name, MatrixSpec()).transposed else values[..., 0]
 
 
 def _stacked(values: dict[str, torch.Tensor], flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -197,9 +217,9 @@ def _stacked(values: dict[str, torch.Tensor], flat: dict[str, torch.Tensor]) -> 
 
 
 def assert_same_steps(run: Steps, result: dict[str, Any], expected: dict[str, Any], *, rtol: float = 2e-5) -> None:
-    for kind in ("weights", "momenta"):
-        for step in range(run.steps):
-            for name, want in expected[kind][step].items():
+    for kind in ("weights", "momenta", "second_moments"):
+        for step, wanted in enumerate(expected[kind]):
+            for name, want in wanted.items():
                 got = result[kind][step][name].double()
                 error = (got - want.double()).norm() / want.double().norm().clamp_min(1e-12)
                 assert error < rtol, f"{run.layout} {kind} {name} step {step}: relative error {error:.2e}"

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon_hf.core as dmuon
-from tests.distributed.training import HYPER, Run, batch_of, blocks_of, full, is_matrix, make_model
+from tests.distributed.training import HYPER, Run, batch_of, blocks_of, full, is_matrix, make_model, row_state
 from tests.harness import models
 
 
@@ -114,7 +114,7 @@ def train(rank: int, world: int, sharded: ShardedRun) -> dict[str, Any]:
     """Train; on every rank the gradients, weights and momenta after every step, whole."""
     model, optimizer = prepare(sharded)
     names = {id(param): name for name, param in model.named_parameters()}
-    history: dict[str, Any] = {"grads": [], "weights": [], "momenta": [], "norms": []}
+    history: dict[str, Any] = {"grads": [], "weights": [], "momenta": [], "second_moments": [], "norms": []}
     for step in range(sharded.run.steps):
         backward(model, sharded, step, rank)
         if sharded.max_norm is not None:
@@ -127,5 +127,6 @@ def train(rank: int, world: int, sharded: ShardedRun) -> dict[str, Any]:
         history["weights"].append({names[id(param)]: full(param) for param in params})
         momenta = {names[id(p)]: full(s.get("momentum_buffer")) for p, s in optimizer.state.items()}
         history["momenta"].append({name: value for name, value in momenta.items() if value is not None})
+        history["second_moments"].append(row_state(model, optimizer))
     history["ns_matrices"] = optimizer.ns_matrices
     return history

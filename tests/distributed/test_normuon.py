@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.distributed import test_sharded_training, test_tensor_parallel
+from tests.distributed.sharded_training import ShardedRun
+from tests.distributed.tp_training import TpRun
 from tests.distributed.training import Run, assert_same_training, reference, train
 from tests.harness import run_ranks
 
@@ -18,3 +23,18 @@ def test_owners_train_like_one_process(mode: str, world: int) -> None:
     run = Run(mode, "uneven", steps=3, muon=MUON, reference=REFERENCE)
     for result in run_ranks(train, world, run, init=mode != "local"):
         assert_same_training(run, result, reference(run))
+
+
+@pytest.mark.parametrize("mode", ["hsdp", "fsdp_tp"])
+def test_sharded_matrices_train_like_one_process(mode: str) -> None:
+    test_sharded_training.check(ShardedRun(mode, Run("sharded", "uneven", steps=3, muon=MUON, reference=REFERENCE)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "gram"), [("tp_3", False), ("shard_tp", False), ("ddp_tp", False), ("tp_3", True), ("shard_tp", True)]
+)
+def test_parts_train_like_one_process(mode: str, gram: bool) -> None:
+    """With Gram matrices alone on the axis, sums of squares of rows travel beside them."""
+    columns: dict[str, Any] = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"} if gram else {}
+    run = Run("tp", "uneven", steps=3, muon={**MUON, **columns}, reference=REFERENCE)
+    test_tensor_parallel.check(TpRun(mode, run, everything=True))

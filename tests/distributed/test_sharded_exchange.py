@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dmuon_hf.core.ns import NewtonSchulz
-from dmuon_hf.core.optim.update import momentum_dtype
 from dmuon_hf.core.sharded.exchange import Exchange, Shipment
 from tests.distributed.sharded_setup import (
     ALL_FAR,
     ALL_NEAR,
     LAYOUTS,
     Steps,
+    fresh_states,
     make_source,
     sharded_params,
     step_once,
@@ -72,10 +72,10 @@ def events_of_a_step(rank: int, world: int, run: Steps) -> tuple[list[str], int]
         return ns(matrices, steps=steps)
 
     params = sharded_params(run)
-    momenta = {name: torch.zeros_like(param, dtype=momentum_dtype(param)) for name, param in params.items()}
+    state = fresh_states(run, params)
     source = make_source(run, params)
     Exchange.issue, Shipment.wait = issued, waited  # type: ignore[method-assign]
-    step_once(run, source, params, momenta, 0, orthogonalize)
+    step_once(run, source, params, state, 0, orthogonalize)
     return events, most
 
 

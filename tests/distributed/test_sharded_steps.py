@@ -13,6 +13,7 @@ from tests.distributed.sharded_setup import (
     ALL_NEAR,
     LAYOUTS,
     RULE,
+    SHAPES,
     Steps,
     assert_same_steps,
     reference_steps,
@@ -58,6 +59,23 @@ def test_every_setting_steps_like_one_process(layout: str, change: dict) -> None
     check(Steps(layout, idle=(0,), steps=3, **change))
 
 
+NORMUON = replace(RULE, update_rule="normuon", normuon_beta2=0.8)
+
+
+@pytest.mark.parametrize(
+    "layout", ["shard_3", "replicated", "hsdp_columns", "colwise", "rowwise", "expert_mesh", "three"]
+)
+def test_normuon_steps_like_one_process_in_every_layout(layout: str) -> None:
+    # A matrix of one row lies whole on one rank, and its second moments on all.
+    shapes = {**SHAPES, "row": (1, 9), "thin": (3, 1, 8)}
+    check(Steps(layout, shapes, idle=(1,), steps=3, rule=NORMUON, specs=SPECS), rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"links": ALL_FAR}, {"bucket_numel": 1}, {"dtype": torch.float64}], ids=str)
+def test_normuon_steps_like_one_process_in_every_setting(change: dict) -> None:
+    check(Steps("hsdp", idle=(0,), steps=3, rule=NORMUON, **change), rtol=1e-4)
+
+
 @pytest.mark.parametrize(("layout", "links", "alike"), [("hsdp", ALL_NEAR, False), ("hsdp", ALL_FAR, True)])
 def test_copies_share_the_work_where_links_are_cheap(layout: str, links: LinkCosts, alike: bool) -> None:
     results = run_ranks(train_sharded, 4, Steps(layout, {"wide": (33, 64), "square": (32, 32)}, steps=1, links=links))
@@ -67,7 +85,7 @@ def test_copies_share_the_work_where_links_are_cheap(layout: str, links: LinkCos
 def test_stack_cut_along_its_members_sends_nothing() -> None:
     shapes = {"experts": (6, 12, 10), "few": (2, 9, 20)}
     for layout in ("shard_4", "hsdp", "expert_mesh", "replicated"):
-        for result in run_ranks(train_sharded, 4, Steps(layout, shapes, steps=2)):
+        for result in run_ranks(train_sharded, 4, Steps(layout, shapes, steps=2, rule=NORMUON)):
             assert result["records"] == [], layout
 
 

@@ -22,7 +22,7 @@ def reference(sharded: ShardedRun) -> dict[str, Any]:
     run = sharded.run
     model = make_model(run.model).to(run.dtype)
     optimizer = ReferenceOptimizer(model, is_matrix, **{**HYPER, **run.reference})
-    history: dict[str, Any] = {"grads": [], "weights": [], "momenta": [], "norms": []}
+    history: dict[str, Any] = {"grads": [], "weights": [], "momenta": [], "second_moments": [], "norms": []}
     for step in range(run.steps):
         models.loss_of(model, batch_of(run, step)).backward()
         if sharded.max_norm is not None:
@@ -32,6 +32,8 @@ def reference(sharded: ShardedRun) -> dict[str, Any]:
         optimizer.zero_grad()
         history["weights"].append({n: p.detach().clone() for n, p in model.named_parameters()})
         history["momenta"].append({n: buffer.clone() for n, buffer in optimizer.buffers.items()})
+        if optimizer.normuon_beta2 is not None:
+            history["second_moments"].append({n: rows[:, 0].clone() for n, rows in optimizer.second_moments.items()})
     return history
 
 
@@ -40,7 +42,7 @@ def check(sharded: ShardedRun, *, rtol: float = 2e-4) -> list[dict[str, Any]]:
     expected = reference(sharded)
     for result in results:
         assert result["norms"] == pytest.approx(expected["norms"], rel=rtol)
-        for kind in ("grads", "weights", "momenta"):
+        for kind in ("grads", "weights", "momenta", "second_moments"):
             for step, wanted in enumerate(expected[kind]):
                 for name, want in wanted.items():
                     got = result[kind][step][name]

@@ -25,7 +25,7 @@ def check(tp: TpRun, *, rtol: float = 2e-4) -> list[dict[str, Any]]:
     expected = reference(tp)  # type: ignore[arg-type]
     for result in results:
         assert result["norms"] == pytest.approx(expected["norms"], rel=rtol)
-        for kind in ("grads", "weights", "momenta"):
+        for kind in ("grads", "weights", "momenta", "second_moments"):
             for step, wanted in enumerate(expected[kind]):
                 for name, want in wanted.items():
                     error = (result[kind][step][name].double() - want.double()).norm() / want.double().norm()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import dmuon_hf.core as dmuon
 from tests.distributed.sharded_training import tp_plan
-from tests.distributed.training import HYPER, Run, batch_of, blocks_of, full, is_matrix, make_model
+from tests.distributed.training import HYPER, Run, batch_of, blocks_of, full, is_matrix, make_model, row_state
 from tests.harness import models
 
 MODES: dict[str, dict[str, int]] = {
@@ -138,7 +138,7 @@ def snapshot(model: nn.Module, optimizer: dmuon.Muon, kind: str) -> dict[str, to
 def train(rank: int, world: int, tp: TpRun) -> dict[str, Any]:
     """Train; on every rank the gradients, weights and momenta after every step, whole."""
     model, optimizer = prepare(tp)
-    history: dict[str, Any] = {"grads": [], "weights": [], "momenta": [], "norms": []}
+    history: dict[str, Any] = {"grads": [], "weights": [], "momenta": [], "second_moments": [], "norms": []}
     for step in range(tp.run.steps):
         backward(model, tp, step, rank)
         if tp.max_norm is not None:
@@ -148,6 +148,7 @@ def train(rank: int, world: int, tp: TpRun) -> dict[str, Any]:
         optimizer.zero_grad()
         history["weights"].append(snapshot(model, optimizer, "weights"))
         history["momenta"].append(snapshot(model, optimizer, "momenta"))
+        history["second_moments"].append(row_state(model, optimizer))
     counts = torch.tensor([float(optimizer.ns_matrices)])
     dist.all_reduce(counts)
     history["ns_matrices"] = int(counts)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns import NewtonSchulz
+from dmuon_hf.core.optim.normuon import advance_second_moment, squared_rows
 from dmuon_hf.core.optim.scaling import lr_scale_factor
 from dmuon_hf.core.optim.update import (
     MAX_BATCH_NUMEL,
@@ -24,6 +27,7 @@ from dmuon_hf.core.optim.update import (
     OwnedMatrix,
     advance_momentum,
     apply_updates,
+    second_moments,
 )
 from dmuon_hf.core.sharded.plan import ShardedEntry
 from dmuon_hf.core.sharded.wire import wire_dtype
@@ -81,21 +85,55 @@ def update_columns(
         group: Who has the other parts.
         ns: Newton-Schulz.
     """
-    alike: dict[tuple[tuple[int, int], torch.dtype, bool, int], list[tuple[OwnedMatrix, MuonRule]]] = {}
+    alike: dict[tuple[tuple[int, int], torch.dtype, bool, int], list[tuple[ShardedEntry, OwnedMatrix, MuonRule]]] = {}
     rules: dict[MuonRule, int] = {}
     for entry, part, rule in matrices:
         key = (entry.stored, entry.dtype, entry.spec.transposed, rules.setdefault(rule, len(rules)))
-        alike.setdefault(key, []).append((part, rule))
+        alike.setdefault(key, []).append((entry, part, rule))
     for ((rows, columns), _, stored_transposed, _), members in alike.items():
         size = max(1, MAX_BATCH_NUMEL // (rows * columns))
         shape = (columns, rows) if stored_transposed else (rows, columns)
         for start in range(0, len(members), size):
-            batch, rule = [part for part, _ in members[start : start + size]], members[start][1]
+            entry, _, rule = members[start]
+            batch = [part for _, part, _ in members[start : start + size]]
             directions = torch.stack(list(advance_momentum(batch, rule)))
             updates = ns.columns(directions, group, transposed=rows > columns, steps=rule.ns_steps)
-            updates.mul_(lr_scale_factor(shape, rule.lr_scale))
+            scale = lr_scale_factor(shape, rule.lr_scale)
+            if rule.normalises_rows:
+                _normalise_rows(updates, batch, entry, rule, scale, group)
+            else:
+                updates.mul_(scale)
             apply_updates(batch, updates.unbind(0), rule)
     return len(matrices)
+
+
+def _normalise_rows(
+    updates: Tensor,
+    batch: Sequence[OwnedMatrix],
+    entry: ShardedEntry,
+    rule: MuonRule,
+    scale: float,
+    group: ProcessGroup,
+) -> None:
+    """What :func:`~dmuon_hf.core.optim.normuon.normalise_rows` does to whole matrices, on parts. Collective.
+
+    The sums of squares of rows are summed up over the group, with zeros for rows that lie elsewhere, so that every rank
+    of it moves all second moments on alike.
+    """
+    (cut,) = entry.layout.cuts
+    logical = updates.mT if entry.spec.transposed else updates
+    rows, columns = entry.spec.logical_shapes(entry.stored)[0]
+    second_moment = torch.stack(second_moments(batch))
+    mine = slice(0, rows)
+    if cut is not None and cut.dim == (1 if entry.spec.transposed else 0):
+        held = entry.layout.held((entry.layout.ranks.index(dist.get_rank()),))[cut.dim]
+        mine = slice(held[0][0], held[-1][1]) if held else slice(0, 0)
+    squares = torch.zeros_like(second_moment)
+    squares[:, mine] = squared_rows(logical, second_moment.dtype)
+    dist.all_reduce(squares, group=group)
+    factors = advance_second_moment(second_moment, squares, columns=columns, beta2=rule.normuon_beta2)
+    logical.mul_(factors[:, mine].unsqueeze(-1).mul(scale * math.sqrt(min(rows, columns))))
+    torch._foreach_copy_(second_moments(batch), list(second_moment.unbind()))
 
 
 def require_gram(orthogonalize: Orthogonalize) -> NewtonSchulz:

@@ -19,6 +19,7 @@ from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan, make_sharded_plan
 from dmuon_hf.core.sharded.ranks import Team
+from dmuon_hf.core.sharded.second_moments import SecondMoments
 from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
 from dmuon_hf.core.sharded.workload import newton_schulz_calls
 from dmuon_hf.core.shards.layout import Cut, ShardLayout
@@ -63,6 +64,7 @@ class TensorParallelMatrices:
         self._plan = self._plans[slot]
         self._itinerary = itinerary_of(self._plan, team.rank)
         self._exchange = Exchange(team, reused)
+        self._second_moments = SecondMoments(self._plan, self._exchange)
 
     def update(
         self,
@@ -90,7 +92,7 @@ class TensorParallelMatrices:
             if self._stays(entry, rules[key], orthogonalize):
                 columns.append((entry, part, rules[key]))
             else:
-                local[index] = LocalParameter(part.weight, part.grad, part.momentum, rules[key])
+                local[index] = LocalParameter(part.weight, part.grad, part.momentum, rules[key], part.second_moment)
         count = 0
         if columns:
             assert self._team.group is not None
@@ -101,6 +103,8 @@ class TensorParallelMatrices:
             self._exchange,
             local=local,
             reached=[[index in local] for index in range(len(self._here))],
+            second_moments=self._second_moments,
+            normalised=[index for index, part in local.items() if part.rule.normalises_rows],
             orthogonalize=orthogonalize,
             on_batch=on_batch,
         )

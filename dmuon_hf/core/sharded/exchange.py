@@ -100,6 +100,10 @@ class Exchange:
 
         return issue_on(self._device, self._stream, [received, sent], start)
 
+    def sum(self, values: Tensor) -> None:
+        """Sum a small tensor up over the team, in place, and wait for it. Collective."""
+        self._device.host_wait(dist.all_reduce(values, group=self.team.group, async_op=True))
+
 
 def _parts(buffer: Tensor, sizes: list[int]) -> list[Tensor]:
     return list(buffer.split(sizes)) if sizes else []

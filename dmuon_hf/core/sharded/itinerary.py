@@ -10,7 +10,7 @@ from torch import Tensor
 from dmuon_hf.core.sharded.plan import ShardedEntry, ShardedPlan
 from dmuon_hf.core.shards.runs import Runs, length, placed
 
-__all__ = ["Itinerary", "Leg", "Place", "Stop", "itinerary_of", "lying_whole"]
+__all__ = ["Itinerary", "Leg", "Place", "Stop", "holders_of", "itinerary_of", "lying_whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,12 @@ def lying_whole(plan: ShardedPlan, rank: int) -> Iterator[Place]:
             for holder, held in copy:
                 if holder == rank and (length(held[-2]), length(held[-1])) == entry.stored:
                     yield from (part.place for part in _parts_of(entry, index, holder, held))
+
+
+def holders_of(entry: ShardedEntry, index: int) -> Iterator[tuple[int, int]]:
+    """Rank and member for whatever a rank holds some of in the first copy."""
+    for holder, held in entry.layout.copies()[0]:
+        yield from ((holder, part.place.member) for part in _parts_of(entry, index, holder, held))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,14 @@ class ShardedEntry:
         return len(self.layout.shape) == 3
 
     @property
+    def is_cut_inside(self) -> bool:
+        """Whether its placements cut rows or columns, even where one rank gets all of them."""
+        return any(
+            cut is not None and size > 1 and not (self.is_stack and cut.dim == 0)
+            for cut, size in zip(self.layout.cuts, self.layout.mesh_shape, strict=True)
+        )
+
+    @property
     def count(self) -> int:
         """Stored matrices: members of the stack, or one."""
         return self.layout.shape[0] if self.is_stack else 1

@@ -6,7 +6,7 @@ worker for each matrix, updates home to everyone who holds some of it. A matrix 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import itinerary_of
 from dmuon_hf.core.sharded.plan import BUCKET_NUMEL, ShardedEntry, make_sharded_plan
 from dmuon_hf.core.sharded.ranks import agree_on_entries, join
+from dmuon_hf.core.sharded.second_moments import SecondMoments
 from dmuon_hf.core.sharded.step import LocalParameter, ShardedStep
 from dmuon_hf.core.sharded.workload import newton_schulz_calls
 from dmuon_hf.core.shards.layout import layout_of
@@ -102,6 +103,8 @@ class ShardedSource:
             )
         self._itinerary = itinerary_of(self.plan, self.team.rank)
         self._exchange = Exchange(self.team, wait=None if monitor is None else _watched(monitor))
+        self._second_moments = SecondMoments(self.plan, self._exchange)
+        self._known_normalised: frozenset[int] | None = None
         self._first_flag = _offsets(entry.count for entry in self.plan.entries)
 
     @property
@@ -172,9 +175,24 @@ class ShardedSource:
             self._exchange,
             local=local,
             reached=taken,
+            second_moments=self._second_moments,
+            normalised=self._normalised(rules),
             orthogonalize=orthogonalize,
             on_batch=on_batch,
         ).run()
+
+    def _normalised(self, rules: Mapping[int, MuonRule]) -> Collection[int]:
+        """The entries whose rows are normalised, known to every rank of the team; their rules never change.
+
+        The first call is a collective over the team where some rank holds other parameters than another.
+        """
+        if self._known_normalised is None:
+            rule_of = {index: rules.get(id(matrix.param)) for index, _, matrix in self._mine()}
+            mine = [index for index, rule in rule_of.items() if rule is not None and rule.normalises_rows]
+            everywhere = all(set(entry.layout.ranks) == set(self.team.ranks) for entry in self.plan.entries)
+            found = [mine] if everywhere else self.team.gather(mine)
+            self._known_normalised = frozenset(index for indices in found for index in indices)
+        return self._known_normalised
 
     def newton_schulz_calls(self, rules: Mapping[int, MuonRule], orthogonalize: Orthogonalize) -> set[Call]:
         named = {name: rules[id(m.param)] for name, m in self.matrices.items() if id(m.param) in rules}

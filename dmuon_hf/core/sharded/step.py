@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from dmuon_hf.core.sharded.bucket import Bucket, Part, alike
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import Itinerary, Place
 from dmuon_hf.core.sharded.plan import ShardedPlan
+from dmuon_hf.core.sharded.second_moments import SecondMoments
 from dmuon_hf.core.sharded.wire import wire_dtype
 
 __all__ = ["LocalParameter", "ShardedStep"]
@@ -41,6 +42,8 @@ class ShardedStep:
         exchange: How parts travel.
         local: Per entry of the plan, by index, what this rank holds of it.
         reached: Per entry and member of its stack whether some rank saw a gradient; equal on all ranks.
+        second_moments: How those of rows are told.
+        normalised: The entries that have any, equal on all ranks.
         orthogonalize: Newton-Schulz.
         on_batch: Called before each batch that is orthogonalised.
     """
@@ -53,6 +56,8 @@ class ShardedStep:
         *,
         local: Mapping[int, LocalParameter],
         reached: Sequence[Sequence[bool]],
+        second_moments: SecondMoments,
+        normalised: Collection[int],
         orthogonalize: Orthogonalize,
         on_batch: OnBatch | None,
     ) -> None:
@@ -61,6 +66,8 @@ class ShardedStep:
         self._exchange = exchange
         self._local = local
         self._reached = reached
+        self._second_moments = second_moments
+        self._normalised = normalised
         self._orthogonalize = orthogonalize
         self._on_batch = on_batch
 
@@ -72,8 +79,6 @@ class ShardedStep:
         first one travels.
         """
         active = {number for number, task in enumerate(self._plan.tasks) if self._reached[task.entry][task.member]}
-        if active and any(local.rule.normalises_rows for local in self._local.values()):
-            raise NotImplementedError("update_rule='normuon' is not built for matrices whose parts travel in step()")
         numbers = sorted({self._plan.tasks[task].bucket for task in active})
         count = 0
         current = self._sent(numbers[0], active) if numbers else None
@@ -89,6 +94,8 @@ class ShardedStep:
             last, current = current, coming
         if last is not None:
             last.apply()
+        kept = {index: local.second_moment for index, local in self._local.items() if local.second_moment is not None}
+        self._second_moments.tell(kept, self._normalised, self._reached)
         return count
 
     def _sent(self, number: int, active: set[int]) -> Bucket:
