@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 import dmuon_hf.core as dmuon
 from dmuon_hf import checkpoint_files as files
 from dmuon_hf.adapters import active_adapter, renamed, trained_aliases
+from dmuon_hf.core.checkpoint.hyperparameters import update_rule_problems
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.grid_group import GridGroup
 from dmuon_hf.core.plan import canonical_name
@@ -326,6 +327,8 @@ def _load_optimizer_in_parallel(
     saved_names = {saved["group_name"]: list(saved["params"]) for saved in groups}
     if {name: set(members) for name, members in live.items()} != {n: set(m) for n, m in saved_names.items()}:
         raise ConfigurationError(f"{stored.path} {'; '.join(_group_differences(live, saved_names))}")
+    if other_rules := list(update_rule_problems(optimizer.param_groups, groups)):
+        raise ConfigurationError(f"{stored.path} does not fit, nothing was loaded: {'; '.join(other_rules)}")
     there = _stored_shapes(metadata, "optimizer.state.")
     wanted = {f"{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
     _require_fit(stored, wanted, there, missing=[key for key in wanted if key not in there])

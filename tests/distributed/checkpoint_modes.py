@@ -6,7 +6,7 @@ tensor parallelism cut otherwise than DTensor would, and a stack of experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Mode:
         source: Who holds the matrices: ``owned``, ``sharded`` or ``ddp``.
         axes: Sizes of ``replicate`` and ``tp``, or of ``ep``; the rest of the ranks shard.
         reshard: Z3, or Z2.
+        update_rule: Of the matrices.
     """
 
     source: str
@@ -84,6 +85,7 @@ class Mode:
     tp: int = 1
     ep: int = 1
     reshard: bool = True
+    update_rule: str = "muon"
 
 
 MODES: dict[str, Mode] = {
@@ -102,6 +104,7 @@ MODES: dict[str, Mode] = {
     "sharded_hsdp_tp": Mode("sharded", replicate=2, tp=2),
     "expert_parallel": Mode("sharded", ep=2),
 }
+MODES |= {f"{name}+normuon": replace(mode, update_rule="normuon") for name, mode in MODES.items()}
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
@@ -119,6 +122,7 @@ def is_either(name: str, param: Tensor) -> bool:
 def build(mode: str, world: int, *, seed: int, lr: float = 0.02) -> tuple[nn.Module, dmuon.Muon]:
     """Model and optimizer of ``seed`` on all ranks. ``one_...`` are for a process without a process group."""
     how = MODES[mode]
+    mode = mode.partition("+")[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = Net()
@@ -133,7 +137,7 @@ def build(mode: str, world: int, *, seed: int, lr: float = 0.02) -> tuple[nn.Mod
         spread(model, how, world)
     predicate = is_either if how.source == "sharded" else is_stack
     rates: dict[str, Any] = {"lr": lr, "adamw_lr": lr / 10, "weight_decay": 0.1, "adamw_weight_decay": 0.1}
-    return model, dmuon.Muon(model, predicate=predicate, **rates)
+    return model, dmuon.Muon(model, predicate=predicate, update_rule=how.update_rule, **rates)
 
 
 def spread(model: nn.Module, how: Mode, world: int) -> None:

@@ -33,7 +33,7 @@ from tests.harness import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-ONE = ("one_owned", 1)
+ONE, ONE_NORMUON = ("one_owned", 1), ("one_owned+normuon", 1)
 START = 2
 """Steps before the checkpoints that visits start from."""
 
@@ -53,6 +53,8 @@ SIZES = {
 }
 """Numbers of ranks of every mode, of 1, 2, 4 and 8 those that it can have."""
 VISITS = [(mode, ranks) for mode, sizes in SIZES.items() for ranks in sizes]
+VISITS += [(f"{mode}+normuon", ranks) for mode, ranks in (("z3", 2), ("hsdp", 4), ("ddp", 2), ("tp", 4))]
+VISITS += [(f"{mode}+normuon", ranks) for mode, ranks in (("sharded_tp", 4), ("expert_parallel", 2))]
 PAIRS = [
     (("sharded_tp", 8), ("z3", 4)),
     (("z3", 4), ("expert_parallel", 2)),
@@ -60,6 +62,7 @@ PAIRS = [
     (("hsdp_tp", 8), ("ddp", 4)),
     (("ddp_tp", 4), ("sharded", 4)),
     (("ddp", 2), ("sharded_tp", 4)),
+    (("sharded_tp+normuon", 4), ("z3+normuon", 2)),
 ]
 
 States = tuple[dict[str, Any], dict[str, Any]]
@@ -119,10 +122,15 @@ def visit(rank: int, world: int, mode: str, source: str, target: str | None, sta
     return reached
 
 
+def one_like(mode: str) -> tuple[str, int]:
+    """One process with the update rule of a mode."""
+    return ONE_NORMUON if mode.endswith("+normuon") else ONE
+
+
 @cache
-def uninterrupted(steps: int) -> States:
-    model, optimizer = build(*ONE, seed=1)
-    train(ONE[0], model, optimizer, 0, 1, range(steps))
+def uninterrupted(steps: int, one: tuple[str, int] = ONE) -> States:
+    model, optimizer = build(*one, seed=1)
+    train(one[0], model, optimizer, 0, 1, range(steps))
     return whole(model, optimizer)
 
 
@@ -140,12 +148,12 @@ def saved(directory: Path) -> Any:
     def saved_by(mode: str, world: int) -> tuple[Path, dict[str, States]]:
         target = directory / f"{mode}-{world}"
         target.mkdir(exist_ok=True)
-        if (mode, world) == ONE:
+        if (mode, world) == one_like(mode):
             model, optimizer = build(mode, world, seed=1)
             train(mode, model, optimizer, 0, 1, range(START))
             save(model, optimizer, target)
             return target, {}
-        source = saved_by(*ONE)[0]
+        source = saved_by(*one_like(mode))[0]
         return target, run_ranks(visit, world, mode, str(source), str(target), START)[0]
 
     return saved_by
@@ -154,14 +162,41 @@ def saved(directory: Path) -> Any:
 @pytest.mark.parametrize(("mode", "world"), VISITS, ids=str)
 def test_mode_goes_on_from_one_process_and_one_process_from_it(mode: str, world: int, saved: Any) -> None:
     target, reached = saved(mode, world)
+    one = one_like(mode)
     for states in reached.values():
-        assert_close(states, uninterrupted(START + 1))
-    for form, states in visit(0, 1, ONE[0] if world % 4 else "one_plain", str(target), None, START + 1).items():
-        assert_close(states, uninterrupted(START + 2)), form
+        assert_close(states, uninterrupted(START + 1, one))
+    alone = one[0] if world % 4 else one[0].replace("owned", "plain")
+    for form, states in visit(0, 1, alone, str(target), None, START + 1).items():
+        assert_close(states, uninterrupted(START + 2, one)), form
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda pair: "-".join(map(str, pair)))
 def test_mode_goes_on_from_another(source: tuple[str, int], target: tuple[str, int], saved: Any) -> None:
     path, _ = saved(*source)
     for states in run_ranks(visit, target[1], target[0], str(path), None, START + 1)[0].values():
-        assert_close(states, uninterrupted(START + 2))
+        assert_close(states, uninterrupted(START + 2, one_like(target[0])))
+
+
+def load_other_rule(rank: int, world: int, directory: str, saved: str, here: str) -> list[str]:
+    """What each form of a checkpoint says to an optimizer of another update rule."""
+    model, optimizer = build(saved, world, seed=1)
+    train(saved, model, optimizer, rank, world, range(1))
+    save(model, optimizer, Path(directory))
+    model, optimizer = build(here, world, seed=1)
+    messages = []
+    for form in FORMS:
+        with pytest.raises(dmuon.ConfigurationError) as error:
+            load(model, optimizer, Path(directory), form)
+        messages.append(str(error.value))
+    momenta = [entry["momentum_buffer"] for entry in optimizer.state.values() if "momentum_buffer" in entry]
+    assert not any(momentum.to_local().any() for momentum in momenta)
+    return messages
+
+
+@pytest.mark.parametrize(("saved", "here"), [("muon", "normuon"), ("normuon", "muon")])
+def test_state_of_another_update_rule_is_refused_with_a_way_out(saved: str, here: str, tmp_path: Path) -> None:
+    modes = {"muon": "z3", "normuon": "z3+normuon"}
+    for messages in run_ranks(load_other_rule, 2, str(tmp_path), modes[saved], modes[here]):
+        for message in messages:
+            assert f"was saved with update_rule='{saved}', but has '{here}' here" in message
+            assert f"build the optimizer with update_rule='{saved}'" in message

@@ -186,6 +186,7 @@ _OPTIONS: dict[str, Any] = {
     "head_lr": 3e-3,
     "scalar_lr": 4e-3,
     "coefficients": "quintic",
+    "update_rule": "normuon",
     "momentum_schedule": {"start": 0.5, "end": 0.9, "steps": 4},
     "param_groups": {"model.layers.0.*": {"lr_factor": 0.5}},
 }

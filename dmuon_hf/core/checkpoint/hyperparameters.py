@@ -11,7 +11,14 @@ from torch import Tensor
 
 from dmuon_hf.core.checkpoint.source import flaw
 
-__all__ = ["described_groups", "group_problems", "load_hyperparameters", "plain", "update_rule_problem"]
+__all__ = [
+    "described_groups",
+    "group_problems",
+    "load_hyperparameters",
+    "other_update_rule",
+    "plain",
+    "update_rule_problems",
+]
 
 
 def described_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -38,8 +45,6 @@ def group_problems(groups: Sequence[Mapping[str, Any]], saved: Any) -> Iterator[
         yield f"param_groups are {[group.get('group_name') for group in saved]}, but {described} here"
     else:
         for group, other in zip(groups, saved, strict=True):
-            if problem := update_rule_problem(group, other):
-                yield problem
             if difference := set(group["params"]) ^ set(other.get("params", ())):
                 yield f"group {group.get('group_name')!r} differs in {sorted(map(str, difference))}"
             for option, value in other.items():
@@ -47,17 +52,24 @@ def group_problems(groups: Sequence[Mapping[str, Any]], saved: Any) -> Iterator[
                     yield f"group {group.get('group_name')!r} has {option}={value!r}, but {group[option]!r} here"
 
 
-def update_rule_problem(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Why the state of a saved group is not that of ``group``, whose update rule keeps other tensors; None if it is."""
-    if group.get("route") != "muon":
-        return None
-    here, there = group["update_rule"], saved.get("update_rule", "muon")
-    if here == there:
-        return None
+def update_rule_problems(groups: Sequence[Mapping[str, Any]], saved: Any) -> Iterator[str]:
+    """Why the state of saved groups is not that of ``groups``, by name: their update rules keep other tensors."""
+    listed = saved if isinstance(saved, (list, tuple)) else ()
+    there = {group.get("group_name"): group for group in listed if isinstance(group, Mapping)}
+    for group in groups:
+        name = group.get("group_name")
+        if group.get("route") == "muon" and name in there:
+            rules = group["update_rule"], there[name].get("update_rule", "muon")
+            if rules[0] != rules[1]:
+                yield other_update_rule(f"group {name!r}", *rules)
+
+
+def other_update_rule(what: str, here: str, there: str) -> str:
+    """That the state of ``what`` is of update rule ``there``, and what to do about it."""
     return (
-        f"group {group.get('group_name')!r} was saved with update_rule={there!r}, but has {here!r} here, which keeps "
-        f"other state: build the optimizer with update_rule={there!r} to go on with it, or load the weights alone and "
-        f"begin with {here!r} and fresh state"
+        f"{what} was saved with update_rule={there!r}, but has {here!r} here, which keeps other state: build the "
+        f"optimizer with update_rule={there!r} to go on with it, or load the weights alone and begin with {here!r} and "
+        "fresh state"
     )
 
 

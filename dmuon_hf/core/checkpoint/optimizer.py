@@ -10,7 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dmuon_hf.core.checkpoint.hyperparameters import described_groups, group_problems, load_hyperparameters, plain
+from dmuon_hf.core.checkpoint.hyperparameters import (
+    described_groups,
+    group_problems,
+    load_hyperparameters,
+    plain,
+    update_rule_problems,
+)
 from dmuon_hf.core.checkpoint.source import Source, check_together
 from dmuon_hf.core.checkpoint.whole import begin, device_of, group_of, is_first, whole_of, write_whole
 from dmuon_hf.core.errors import ConfigurationError
@@ -102,9 +108,14 @@ def set_optimizer_state_dict(
     source = Source.open(entries, filled=filled, group=group, extra=state_dict.get("param_groups", []))
 
     def problems() -> Iterator[str]:
-        yield from group_problems(described_groups(optimizer.param_groups, _names(model, runtime)), source.extra)
+        groups = described_groups(optimizer.param_groups, _names(model, runtime))
+        # All that they keep differs then: nothing else is worth a word.
+        if other_rules := list(update_rule_problems(groups, source.extra)):
+            yield from other_rules
+            return
         yield from _route_problems(targets, source)
         yield from source.problems(targets)
+        yield from group_problems(groups, source.extra)
 
     check_together(problems, "optimizer state dict", group)
     for key, holder in holders.items():

@@ -9,7 +9,7 @@ parts. What is wrong is one `ConfigurationError` on every rank, which names the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from dmuon_hf.core.checkpoint.boxes import cover
+from dmuon_hf.core.checkpoint.hyperparameters import other_update_rule
 from dmuon_hf.core.checkpoint.source import SHOWN_PROBLEMS, fits_dtype
 from dmuon_hf.core.errors import ConfigurationError
 
@@ -194,6 +195,9 @@ def _problems(planner: Any, *, thorough: bool) -> Iterator[str]:
         return
     partial = getattr(planner, "allow_partial_load", False)
     stored = metadata.state_dict_metadata
+    left_over = [] if partial else list(_left_over(planner, wanted, metadata))
+    if not partial:
+        yield from _of_another_update_rule(wanted, stored, left_over)
     for key, target in wanted.items():
         entry = stored.get(key)
         if entry is None:
@@ -203,8 +207,7 @@ def _problems(planner: Any, *, thorough: bool) -> Iterator[str]:
             yield f"{key} is {'no tensor' if isinstance(target, Tensor) else 'a tensor'} there, but not here"
         elif isinstance(target, Tensor) and isinstance(entry, TensorStorageMetadata):
             yield from _misfit(key, target, entry, thorough=thorough)
-    if not partial:
-        yield from (f"{key} is unexpected" for key in _left_over(planner, wanted, metadata))
+    yield from (f"{key} is unexpected" for key in left_over)
 
 
 def _misfit(key: str, target: Tensor, entry: TensorStorageMetadata, *, thorough: bool) -> Iterator[str]:
@@ -225,6 +228,18 @@ def _of_another_optimizer(key: str, stored: Mapping[str, Any]) -> str:
     if state == "momentum_buffer" and f"{name}.exp_avg" in stored:
         return " (it was saved with AdamW on this parameter: by another optimizer, or with other routes)"
     return ""
+
+
+def _of_another_update_rule(
+    wanted: Mapping[str, Any], stored: Mapping[str, Any], left_over: Sequence[str]
+) -> Iterator[str]:
+    """What to do where second moments are on one side only, said once, of the first matrix."""
+    missing = [key for key in wanted if key not in stored]
+    for keys, here, there in ((missing, "normuon", "muon"), (left_over, "muon", "normuon")):
+        for name, _, state in (key.rpartition(".") for key in keys):
+            if state == "second_moment" and f"{name}.momentum_buffer" in stored:
+                yield other_update_rule(name, here, there)
+                return
 
 
 def _left_over(planner: Any, wanted: Mapping[str, Any], metadata: Metadata) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from dmuon_hf.core.checkpoint.hyperparameters import update_rule_problem
+from dmuon_hf.core.checkpoint.hyperparameters import update_rule_problems
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.optim.normuon import second_moment_shape
 from dmuon_hf.core.optim.update import empty_second_moment, momentum_dtype
@@ -118,9 +118,8 @@ def check_loadable(
             f"the state dict has groups {theirs} of (group_name, parameters), this optimizer has {ours}: build it with "
             "the param_groups and the dedicate_params predicate that the state was saved with"
         )
-    for group, saved in zip(groups, saved_groups, strict=True):
-        if problem := update_rule_problem(group, saved):
-            raise ConfigurationError(f"the state dict does not fit: {problem}")
+    for problem in update_rule_problems(groups, saved_groups):
+        raise ConfigurationError(f"the state dict does not fit: {problem}")
     _check_names(groups, names, state_dict.get(PARAM_NAMES))
     saved_state = state_dict["state"]
     for group, group_names, saved in zip(groups, names, saved_groups, strict=True):
