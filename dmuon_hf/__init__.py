@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dmuon_hf.options import DMuonOptions, MomentumWarmup
     from dmuon_hf.plugin import DMuonPlugin
     from dmuon_hf.presets import Route, routes
+    from dmuon_hf.qk_clip import QKClipReport, last_qk_clip
 
 _EXPORTS = {
     "ConfigurationError": "dmuon_hf.core.errors",
@@ -32,10 +33,12 @@ _EXPORTS = {
     "HookBoundaries": "dmuon_hf.boundaries",
     "LockstepError": "dmuon_hf.core.errors",
     "MomentumWarmup": "dmuon_hf.options",
+    "QKClipReport": "dmuon_hf.qk_clip",
     "Route": "dmuon_hf.presets",
     "create": "dmuon_hf.factory",
     "create_optimizer": "dmuon_hf.factory",
     "describe": "dmuon_hf.description",
+    "last_qk_clip": "dmuon_hf.qk_clip",
     "routes": "dmuon_hf.presets",
 }
 
@@ -47,11 +50,13 @@ __all__ = [
     "HookBoundaries",
     "LockstepError",
     "MomentumWarmup",
+    "QKClipReport",
     "Route",
     "__version__",
     "create",
     "create_optimizer",
     "describe",
+    "last_qk_clip",
     "routes",
 ]
 

@@ -25,6 +25,7 @@ from dmuon_hf.launch import current_launch
 from dmuon_hf.loaded_shards import is_loaded_in_shards, selection_of
 from dmuon_hf.options import DMuonOptions, options_of, scheduled_momentum
 from dmuon_hf.presets import muon_specs, routes
+from dmuon_hf.qk_clip import clip_logits, sites_to_clip
 from dmuon_hf.rates import Part, Rates, lowered
 from dmuon_hf.survey import Survey, survey
 
@@ -130,6 +131,8 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
         per_head: orthogonalise queries, keys and values head by head.
         lora: which factors of LoRA adapters Muon takes: `"adamw"` none, `"muon_b"` the factors B, `"muon"` both.
         replicate_async: under HSDP, publish updated weights while the next forward runs.
+        qk_clip: the largest attention logit to allow, such as 100.0: after each step the weights of queries and keys of
+            heads with a larger one are rescaled (MuonClip, arXiv 2507.20534). None does not look at logits.
 
     Raises:
         ConfigurationError: an unknown option, or options that contradict each other.
@@ -171,13 +174,15 @@ def create_optimizer(
         apart, with its name in front: `embedding/decay/adamw`, `vision/decay/muon`.
 
     Raises:
-        ConfigurationError: no Muon matrix, quantised or already sharded model, contradictory options.
+        ConfigurationError: no Muon matrix, quantised or already sharded model, contradictory options, attention that
+            `qk_clip` cannot clip.
     """
     from dmuon_hf import hooks
 
     hooks.install()
     settings = options_of(options)
     checks.check_model(model)
+    sites = [] if settings.qk_clip is None else sites_to_clip(survey(model))
     if args is not None:
         lr = _first(lr, args.learning_rate)
         weight_decay = _first(weight_decay, args.weight_decay)
@@ -228,6 +233,8 @@ def create_optimizer(
     )
     if settings.momentum_schedule is not None:
         scheduled_momentum(optimizer, settings.momentum_of())
+    if settings.qk_clip is not None:
+        clip_logits(optimizer, sites, settings.qk_clip)
     announce_at_first_step(model, optimizer)
     return optimizer
 

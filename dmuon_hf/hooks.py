@@ -14,6 +14,7 @@
 | `Accelerator.save_state`                | accelerate >=1.15,<2   | names and whole momentum, without FSDP            |
 | `PreTrainedModel.save_pretrained`       | transformers >=5.20,<6 | refuses what is spread over ranks                 |
 | `PreTrainedModel.push_to_hub`           | transformers >=5.20,<6 | the same                                          |
+| `AttentionInterface.get_interface`      | transformers >=5.20,<6 | sees attention logits while `qk_clip` watches     |
 | `Trainer.__init__`                      | transformers >=5.20,<6 | `optimizers=dmuon_hf.create(...)`                 |
 | `Trainer.create_scheduler`              | transformers >=5.20,<6 | `create(scheduler=...)`                           |
 | `Trainer.train`                         | transformers >=5.20,<6 | resuming passes by checkpoints that are cut off   |
@@ -93,6 +94,9 @@ _HOOKS: tuple[Hook, ...] = (
     Hook("accelerate", "Accelerator", "save_state", "dmuon_hf.accelerate_resume:save_state"),
     Hook("transformers", "PreTrainedModel", "save_pretrained", "dmuon_hf.saving:save_pretrained"),
     Hook("transformers", "PreTrainedModel", "push_to_hub", "dmuon_hf.saving:push_to_hub"),
+    Hook(
+        "transformers.modeling_utils", "AttentionInterface", "get_interface", "dmuon_hf.attention_logits:get_interface"
+    ),
     Hook("transformers", "Trainer", "__init__", "dmuon_hf.trainer:trainer_init"),
     Hook("transformers", "Trainer", "create_scheduler", "dmuon_hf.trainer:create_scheduler"),
     Hook("transformers", "Trainer", "train", "dmuon_hf.trainer_resume:train"),

@@ -1,8 +1,9 @@
 """What the hooks on `transformers.Trainer` add to its logs: learning rate and gradient norm of every parameter group.
 
 `learning_rate/<group>` and `grad_norm/<group>` stand beside the Trainer's `learning_rate` and `grad_norm`, which are
-those of the first group and of all gradients. Like these they are of the last step before the entry, and norms are
-taken before clipping: their squares add up to that of `grad_norm`.
+those of the first group and of all gradients. With `qk_clip` there are `max_attention_logit`, the largest of all heads,
+and `clipped_heads`, how many of them were rescaled. Like the Trainer's own they are of the last step before the entry,
+and norms are taken before clipping: their squares add up to that of `grad_norm`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 import dmuon_hf.core as dmuon
 from dmuon_hf.core.optim.group_norms import group_norms, local_group_powers
 from dmuon_hf.prepare import muon_of
+from dmuon_hf.qk_clip import last_qk_clip
 
 __all__ = ["get_grad_norm", "log", "maybe_log_save_evaluate"]
 
@@ -80,9 +82,12 @@ def maybe_log_save_evaluate(original: Callable[..., Any], trainer: Any, *args: A
 
 
 def _entry(optimizer: dmuon.Muon, step: _Step) -> dict[str, float]:
+    report = last_qk_clip(optimizer)
+    seen = {} if report is None else {"max_attention_logit": report.max_logit, "clipped_heads": report.clipped_heads}
     norms = group_norms(step.powers, optimizer.runtime)
     entry = {f"learning_rate/{name}": rate for name, rate in step.rates.items()}
-    return entry | {f"grad_norm/{name}": norm / step.clip for name, norm in zip(step.rates, norms, strict=True)}
+    entry |= {f"grad_norm/{name}": norm / step.clip for name, norm in zip(step.rates, norms, strict=True)}
+    return entry | seen
 
 
 def log(original: Callable[..., Any], trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:

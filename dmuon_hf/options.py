@@ -14,6 +14,7 @@ from dmuon_hf.adapters import LoraPolicy, check_lora
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.ns.coefficients import Coefficients, schedule
 from dmuon_hf.core.optim.normuon import UPDATE_RULES
+from dmuon_hf.qk_clip import check_threshold
 from dmuon_hf.rates import RateGroup, rate_groups
 
 __all__ = ["DMuonOptions", "MomentumWarmup", "options_of", "scheduled_momentum"]
@@ -66,6 +67,7 @@ class DMuonOptions:
     per_head: bool = False
     lora: LoraPolicy = "adamw"
     replicate_async: bool = True
+    qk_clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.lr_scale != "match_rms_adamw" and self.muon_lr is None:
@@ -75,6 +77,8 @@ class DMuonOptions:
             )
         self._check_momentum()
         self._check_update_rule()
+        if self.qk_clip is not None:
+            check_threshold(self.qk_clip)
         check_lora(self.lora, ["of a model that is not known yet"])
         if self.coefficients is not None:
             schedule(self.coefficients)

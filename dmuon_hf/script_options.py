@@ -136,7 +136,7 @@ _NUMBER, _SWITCH, _TEXT = ("a number", _number), ("true or false", _exactly(bool
 _MAPPING = ("a mapping", _exactly(dict))
 _KINDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("muon_lr", "adamw_lr", "embedding_lr", "head_lr", "scalar_lr"), _NUMBER),
-    **dict.fromkeys(("muon_weight_decay", "momentum", "normuon_beta2"), _NUMBER),
+    **dict.fromkeys(("muon_weight_decay", "momentum", "normuon_beta2", "qk_clip"), _NUMBER),
     **dict.fromkeys(("nesterov", "per_head", "replicate_async"), _SWITCH),
     **dict.fromkeys(("ns_backend", "lr_scale", "update_rule", "lora"), _TEXT),
     **dict.fromkeys(("routes", "momentum_schedule"), _MAPPING),
