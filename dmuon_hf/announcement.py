@@ -103,7 +103,7 @@ def unexpected(model: nn.Module, optimizer: dmuon.Muon) -> Iterator[str]:
             "AdamW. dmuon_hf.describe(model, optimizer) shows all, routes= changes it"
         )
     loads = _loads(optimizer)
-    if len(loads) > 1 and not all(loads):
+    if any(loads) and not all(loads):
         yield (
             f"{loads.count(0)} of {len(loads)} ranks own no matrix, so they wait in every step: the model has too few, "
             "or too few large ones"

@@ -7,7 +7,7 @@ optimizer or to another mode.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_hf.adapters import has_adapters
 from dmuon_hf.core.errors import ConfigurationError
-from dmuon_hf.core.plan import MatrixSpec
 from dmuon_hf.core.runtime import runtime_of
 from dmuon_hf.loaded_shards import check_loaded_shards, is_loaded_in_shards
 
@@ -78,22 +77,14 @@ def check_any_muon(model: nn.Module, specs: Sized) -> None:
         )
 
 
-def check_shardable(model: nn.Module, specs: Mapping[str, MatrixSpec]) -> None:
-    """Refuse what FSDP2 does not shard: scalars, and a model of which Muon updates nothing but stacks.
-
-    Stacks have no owner where the model is sharded, and without any nothing is dedicated.
-    """
+def check_shardable(model: nn.Module) -> None:
+    """Refuse what FSDP2 does not shard: scalars."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise ConfigurationError(
             f"{', '.join(scalars[:4])} of {type(model).__name__} is a scalar, which FSDP2 does not shard, whatever the "
             "optimizer: make it a parameter of one element (module.name = nn.Parameter(module.name.detach().reshape(1))"
             "), or launch without FSDP, which replicates the model"
-        )
-    if all(model.get_parameter(name).ndim == 3 and not spec.folded for name, spec in specs.items()):
-        raise ConfigurationError(
-            f"of {type(model).__name__} nothing but stacks of matrices is routed to Muon, such as {next(iter(specs))}: "
-            "leave at least one linear weight of a block on Muon"
         )
 
 

@@ -200,7 +200,7 @@ def create_optimizer(
     else:
         # Under FSDP2 `prepare` shards the rest and rebinds the optimizer; until then its state would be whole.
         runtime, adapters_alone = _dedicate(model, settings)
-        muon_names = {name for name, matrix in runtime.dedicated.items() if matrix.route == "muon"}
+        muon_names = {name for name, matrix in runtime.dedicated.items() if matrix.route == "muon"} | {*runtime.stacks}
         is_prepared_later = runtime.topology.is_distributed and not runtime.topology.keeps_whole
     rates = _rates(settings, lr, _first(weight_decay, 0.0))
     groups = lowered(

@@ -63,7 +63,7 @@ class Launch:
             dmuon.dedicate_params_ddp(model, self.shard_mesh, **selection)
             return
         if self.shard_mesh is not None:
-            checks.check_shardable(model, specs)
+            checks.check_shardable(model)
         dmuon.dedicate_params(
             model,
             self.shard_mesh,

@@ -22,7 +22,7 @@ import dmuon_hf.core as dmuon
 from dmuon_hf import checks
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.plan import canonical_name
-from dmuon_hf.core.runtime import hidden, runtime_of
+from dmuon_hf.core.runtime import Runtime, hidden, runtime_of
 from dmuon_hf.factory import is_description
 from dmuon_hf.loaded_shards import check_prepared
 from dmuon_hf.plugin import DMuonPlugin
@@ -53,7 +53,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
             )
         return original(accelerator, *args, **kwargs)
     _check_single(args)
-    if not optimizer.runtime.dedicated and torch.distributed.is_initialized():
+    if not isinstance(optimizer.runtime, Runtime) and torch.distributed.is_initialized():
         check_prepared(accelerator.state, args)
         return original(accelerator, *args, **kwargs)
     checks.check_launch(accelerator.state)

@@ -60,11 +60,13 @@ def select(
     group_key_fn: AssignmentGroupKeyFn | None,
     policy_of: Callable[[str, nn.Parameter], ParamPolicy],
     boundaries: BoundaryRule,
+    may_be_empty: bool = False,
 ) -> Selected:
     """What the predicate selects; units are named by their module.
 
     Raises:
-        ConfigurationError: Nothing is selected, a parameter cannot be owned, or is shared by two hook boundaries.
+        ConfigurationError: Nothing is selected, unless that may be, a parameter cannot be owned, or is shared by two
+            hook boundaries.
     """
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -110,7 +112,7 @@ def select(
                 route=policy.route,
             )
         )
-    if not candidates:
+    if not candidates and not may_be_empty:
         raise ConfigurationError(
             "dedicate_params selected no parameter that requires a gradient"
             + (f" ({len(frozen)} selected ones are frozen)" if frozen else "")
@@ -145,13 +147,9 @@ def stacks_of(
 ) -> dict[str, MatrixSpec]:
     """Stacks of matrices among what is selected, by name, and what each of their members decomposes into."""
     stacks: dict[str, MatrixSpec] = {}
-    others = False
     for raw, param in model.named_parameters():
         name = canonical_name(raw, model)
-        if not param.requires_grad or not predicate(name, param):
-            continue
-        if not is_stack(name, param):
-            others = True
+        if not param.requires_grad or not predicate(name, param) or not is_stack(name, param):
             continue
         spec = (matrix_spec_fn(name, param) if matrix_spec_fn is not None else None) or MatrixSpec()
         try:
@@ -159,10 +157,4 @@ def stacks_of(
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}, a stack of {param.shape[0]} matrices: {error}") from error
         stacks[name] = spec
-    if stacks and not others:
-        raise ConfigurationError(
-            f"dedicate_params selected nothing but stacks of matrices, such as {next(iter(stacks))}, which get no "
-            "owner and stay where fully_shard puts them: leave dedicate_params out, and select them in "
-            "Muon(predicate=...)"
-        )
     return stacks

@@ -204,6 +204,7 @@ def dedicate_params(
         group_key_fn=assignment_group_key_fn,
         policy_of=policy_of,
         boundaries=BoundaryRule(hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
+        may_be_empty=bool(stacks),
     )
     targets = selection.targets
     topology = topology_of(model, mesh, replicate_mesh, process_group_policy, targets)

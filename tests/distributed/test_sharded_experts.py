@@ -78,7 +78,7 @@ def inside_experts(param: nn.Parameter) -> Shard:
     return Shard(1) if param.shape[1] == 2 * INNER else Shard(2)
 
 
-MODES = ("owned", "owned_hsdp", "dedicated_stacks", "replicated", "sharded", "cut", "one_process")
+MODES = ("owned", "owned_hsdp", "dedicated_stacks", "stacks_alone", "replicated", "sharded", "cut", "one_process")
 OWNED = ("owned", "owned_hsdp", "dedicated_stacks", "replicated")
 
 
@@ -100,11 +100,15 @@ def prepare(mode: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
             replicate_mesh=mesh["r"] if hsdp else None,
             matrix_spec_fn=spec_of if every else None,
         )
+    if mode == "stacks_alone":
+        dmuon.dedicate_params(model, mesh, is_stack, matrix_spec_fn=spec_of)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, shard_placement_fn=inside_experts if mode == "cut" else None)
     fully_shard(model, mesh=mesh)
     if mode == "dedicated_stacks":
         return model, dmuon.Muon(model, **HYPER)
+    if mode == "stacks_alone":
+        return model, dmuon.Muon(model, predicate=lambda name, param: "proj" in name, **HYPER)
     predicate = is_stack if mode in OWNED else lambda *_: True
     return model, dmuon.Muon(model, predicate=predicate, matrix_spec_fn=spec_of, **HYPER)
 
@@ -192,11 +196,6 @@ def test_replicated_stack_has_one_owner_whose_load_counts_its_members() -> None:
     # Two stacks of six outweigh whatever else there is, so each layer's go to different ranks.
     owned = results[0][0]
     assert owned["layers.0.gate_up"] != owned["layers.1.gate_up"]
-
-
-def test_stacks_alone_need_no_dedication() -> None:
-    with pytest.raises(dmuon.ConfigurationError, match=r"layers\.0\.gate_up.*Muon\(predicate"):
-        dmuon.dedicate_params(mixture(), None, is_stack)
 
 
 def test_sections_of_a_dedicated_stack_must_add_up() -> None:

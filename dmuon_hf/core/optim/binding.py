@@ -33,7 +33,7 @@ def is_dedicated(model: nn.Module) -> bool:
 
 
 def runtime_with_matrices(model: nn.Module) -> OptimizerRuntime:
-    """The runtime of a model with at least one dedicated matrix that the model still uses.
+    """The runtime of a model with at least one dedicated matrix, or stack, that the model still uses.
 
     Collective.
 
@@ -41,7 +41,7 @@ def runtime_with_matrices(model: nn.Module) -> OptimizerRuntime:
         ConfigurationError: There is none, or the model was edited after ``dedicate_params``: on every rank.
     """
     runtime: OptimizerRuntime = require_runtime(model)
-    if not runtime.dedicated:
+    if not runtime.dedicated and not runtime.stacks:
         raise ConfigurationError(
             "dedicate_params() selected no matrix, so Muon would update none: widen its predicate, or use AdamW"
         )
