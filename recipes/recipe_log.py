@@ -20,8 +20,9 @@ def quiet(is_main: bool) -> None:
     """One rank speaks: logs and progress bars of the others are left out, and bars where nobody watches them."""
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     logging.getLogger("dmuon_hf.core").setLevel(logging.WARNING)
-    # Of the way in which accelerate takes its meshes: nothing that a user of a recipe could change.
+    # How accelerate takes its meshes, and what some models return: nothing that a user of a recipe could change.
     warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     if not (is_main and sys.stderr.isatty()):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
