@@ -14,7 +14,7 @@ DEMO_OUTPUT ?= outputs/demo
 # Test processes. A file stays in one of them, with what its tests share; each runs up to eight ranks at a time.
 WORKERS ?= 2
 
-.PHONY: help venv test docs sweep launches demo wheel quality format bench gpu-check clean
+.PHONY: help venv test docs sweep launches demo wheel quality format bench results gpu-check clean
 
 help:
 	@echo "make demo      fine-tune a pretrained model on 4 CPU processes (HSDP 2x2)"
@@ -26,6 +26,7 @@ help:
 	@echo "make quality   ruff and mypy"
 	@echo "make format    let ruff fix and format the code"
 	@echo "make bench     time a training step against FSDP2 with AdamW and other ways to run Muon; ARGS=--help says more"
+	@echo "make results   train what docs/results.md compares, resuming; ARGS=--docs rewrites its tables and plots"
 	@echo "make gpu-check on one GPU, with the PyTorch of this machine: check and time what needs one"
 	@echo "make venv      only make the environment; PYTHON=python3.12 chooses the interpreter"
 
@@ -95,6 +96,11 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+results: $(DEMO_STAMP)
+	for study in finetune from_scratch experts wall_time; do \
+		$(BIN)/python benchmarks/results/$$study.py $(ARGS) || exit 1; \
+	done
 
 # With the PyTorch of this machine, since the pinned one may have no CUDA: PYTHON=... chooses its interpreter.
 gpu-check:

@@ -17,10 +17,10 @@ _VOCABULARY = 512
 _EXPERT_WIDTH = 128
 
 
-def batch_of(rank: int, step: int) -> Tensor:
+def batch_of(rank: int, step: int, shape: tuple[int, int] = BATCH) -> Tensor:
     """Token ids, other ones on every rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, _VOCABULARY, BATCH, generator=generator)
+    return torch.randint(0, _VOCABULARY, shape, generator=generator)
 
 
 def make_llama() -> Any:

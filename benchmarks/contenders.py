@@ -32,6 +32,7 @@ __all__ = [
     "NewtonSchulzProbe",
     "build",
     "choose_modes",
+    "multiplies_bfloat16",
 ]
 
 
@@ -134,7 +135,7 @@ def choose_modes(asked: Sequence[str] | None, world: int, known: Mapping[str, Mo
             raise SystemExit("\n".join(missing.values()))
         return list(dict.fromkeys(asked))
     slow: set[str] = set()
-    if not _multiplies_bfloat16():
+    if not multiplies_bfloat16():
         slow = {name for name, mode in known.items() if mode.dtype == torch.bfloat16}
         print(f"left out, this CPU has no bfloat16 products: {', '.join(sorted(slow))}")
     if impossible:
@@ -145,7 +146,8 @@ def choose_modes(asked: Sequence[str] | None, world: int, known: Mapping[str, Mo
     return [name for name in known if name not in impossible | slow | absent]
 
 
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has products of bfloat16 matrices; without, they are slower than those of fp32."""
     capabilities = torch.cpu.get_capabilities()
     return any(bool(capabilities.get(key)) for key in ("amx_bf16", "avx512_bf16", "bf16"))
 
@@ -211,10 +213,14 @@ class Contender:
             runtime.finish_publish()
 
 
-def build(name: str, world: int, *, clock: Callable[[], float]) -> Contender:
-    """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz."""
+def build(name: str, world: int, *, clock: Callable[[], float], model: Any = None) -> Contender:
+    """Set up one mode. Collective over the default process group; ``clock`` times Newton-Schulz.
+
+    ``model`` is the same on every rank, with blocks in ``model.layers``; by default that of the benchmarks.
+    """
     mode = ALL_MODES[name]
-    model = make_moe() if mode.experts else make_llama()
+    if model is None:
+        model = make_moe() if mode.experts else make_llama()
     if mode.replicated:
         return _build_replicated(name, mode, model, world, clock)
     axis = mode.tensor_parallel

@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = sorted(path for folder in ("benchmarks", "recipes") for path in (ROOT / folder).glob("*.py"))
+SCRIPTS = sorted(path for folder in ("benchmarks", "recipes") for path in (ROOT / folder).rglob("*.py"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 HEADS = r"(?:make|pip install|accelerate launch|torchrun|dmuon-hf|(?:\.venv/bin/)?python)"
 COMMAND = re.compile(rf"{HEADS} \S.*")
@@ -52,7 +52,7 @@ def script_call(words: list[str]) -> list[str] | None:
         arguments = [word.partition("=")[2] for word in words if word.startswith("ARGS=")]
         return ["benchmarks/step.py", *(shlex.split(arguments[0]) if arguments else [])]
     for position, word in enumerate(words):
-        if re.fullmatch(r"(benchmarks|recipes)/\w+\.py", word):
+        if re.fullmatch(r"(benchmarks|recipes)/(?:\w+/)?\w+\.py", word):
             return words[position:]
     return None
 
