@@ -46,9 +46,9 @@ METHODS = {
     "LoRA, Muon on B": Method({"lora": "muon_b"}, rank=16),
 }
 RATES = {
-    "AdamW": (4e-5, 1e-4, 4e-4),
-    "Muon": (1e-4, 2e-4, 4e-4),
-    "NorMuon": (1e-4, 2e-4, 4e-4),
+    "AdamW": (4e-5, 1e-4, 2e-4, 4e-4),
+    "Muon": (1e-4, 2e-4, 4e-4, 8e-4),
+    "NorMuon": (1e-4, 2e-4, 4e-4, 8e-4),
     "LoRA, AdamW": (4e-4, 1e-3, 4e-3),
     "LoRA, Muon on B": (1e-3, 2e-3, 4e-3),
 }
@@ -105,8 +105,9 @@ def train_run(budget: Budget, run: Run) -> dict[str, Any]:
     method = METHODS[run.method]
     if method.rank:
         model = _with_adapters(model, method.rank, run.seed)
-    options = None if method.options is None else dict(method.options)
-    optimizer = make_optimizer(model, run.rate, options, weight_decay=0.0, bf16=budget.loop.bf16)
+    optimizer = make_optimizer(
+        model, run.rate, method.options, weight_decay=0.0, betas=(0.9, 0.999), bf16=budget.loop.bf16
+    )
     trace = train(model, optimizer, base.blocks, base.held_out, budget.loop, run.seed)
     after = mean_loss(model, base.prose, budget.loop)
     return {

@@ -29,6 +29,11 @@ from training import Loop, make_optimizer, train
 
 METHODS: dict[str, dict[str, Any] | None] = {"AdamW": None, "Muon": {}, "NorMuon": {"update_rule": "normuon"}}
 """Options of `create_optimizer`; None is torch's AdamW."""
+RATES = {
+    "AdamW": (5e-4, 1e-3, 2e-3, 4e-3),
+    "Muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+    "NorMuon": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +47,19 @@ class Budget:
     train_blocks: int = 8192
     held_out_blocks: int = 32
     weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
 
     def said(self) -> str:
         kind = f"mixture of {self.experts} experts (2 for each token)" if self.experts else "Llama"
         parameters = sum(parameter.numel() for parameter in make_on_meta(self).parameters())
         return (
             f"{kind} of {self.layers} layers, width {self.hidden_size}, {parameters / 1e6:.1f} M parameters, over the "
-            f"bytes of the standard library; {self.loop.said()}, weight decay {self.weight_decay}; "
-            f"{self.held_out_blocks} held-out sequences"
+            f"bytes of the standard library; {self.loop.said()}, weight decay {self.weight_decay}, AdamW's "
+            f"betas {self.betas}; {self.held_out_blocks} held-out sequences"
         )
 
 
-SMALL = Budget(Loop(steps=120, warmup=12, sequences=8, tokens=128, bf16=True, measure_every=10))
+SMALL = Budget(Loop(steps=200, warmup=20, sequences=8, tokens=128, bf16=True, measure_every=10))
 FULL = replace(SMALL, loop=replace(SMALL.loop, steps=1000, warmup=100, tokens=256, measure_every=25), hidden_size=256)
 
 
@@ -78,7 +84,14 @@ def train_with(budget: Budget, run: Run, options: dict[str, Any] | None) -> dict
     torch.manual_seed(run.seed)
     model = _make(budget)
     blocks, held_out = _text(budget.loop.tokens, budget.train_blocks, budget.held_out_blocks)
-    optimizer = make_optimizer(model, run.rate, options, weight_decay=budget.weight_decay, bf16=budget.loop.bf16)
+    optimizer = make_optimizer(
+        model,
+        run.rate,
+        options,
+        weight_decay=budget.weight_decay,
+        betas=budget.betas,
+        bf16=budget.loop.bf16,
+    )
     trace = train(model, optimizer, blocks, held_out, budget.loop, run.seed)
     return {
         "held_out": trace.held_out[-1],
@@ -127,11 +140,10 @@ def draw(study: Study, outcomes: Sequence[Outcome], figure: Any) -> None:
 
 def study(full: bool) -> Study:
     budget = FULL if full else SMALL
-    grid = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
     return Study(
         name="from_scratch",
         budget=budget,
-        rates=dict.fromkeys(METHODS, grid),
+        rates=RATES,
         seeds=(0, 1, 2),
         train=train_run,
         score="held_out",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,22 +68,30 @@ class Trace:
 
 
 def make_optimizer(
-    model: nn.Module, lr: float, options: dict[str, Any] | None, *, weight_decay: float, bf16: bool
+    model: nn.Module,
+    lr: float,
+    options: Mapping[str, Any] | None,
+    *,
+    weight_decay: float,
+    betas: tuple[float, float],
+    bf16: bool,
 ) -> torch.optim.Optimizer:
-    """AdamW of torch where `options` is None, else `dmuon_hf.create_optimizer` with them; the same betas and decay.
+    """AdamW of torch where `options` is None, else `dmuon_hf.create_optimizer` with them; the same decay.
 
-    Newton-Schulz iterates in bfloat16 where the model does.
+    `betas` are those of AdamW in either case. Newton-Schulz iterates in bfloat16 where the model does.
     """
     if options is not None:
         backend = dmuon.NewtonSchulz("auto", dtype=torch.bfloat16 if bf16 else torch.float32)
-        return dmuon_hf.create_optimizer(model, lr=lr, weight_decay=weight_decay, ns_backend=backend, **options)
+        return dmuon_hf.create_optimizer(
+            model, lr=lr, weight_decay=weight_decay, betas=betas, ns_backend=backend, **options
+        )
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": weight_decay},
         {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas)
 
 
 def train(
