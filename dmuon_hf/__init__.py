@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from dmuon_hf.core.errors import ConfigurationError, DMuonError, LockstepError
     from dmuon_hf.description import describe
     from dmuon_hf.factory import create, create_optimizer
-    from dmuon_hf.options import DMuonOptions, MomentumWarmup
+    from dmuon_hf.options import DMuonOptions
     from dmuon_hf.plugin import DMuonPlugin
     from dmuon_hf.presets import Route, routes
     from dmuon_hf.qk_clip import QKClipReport, last_qk_clip
+    from dmuon_hf.schedules import MomentumWarmup, WeightDecayRamp
 
 _EXPORTS = {
     "ConfigurationError": "dmuon_hf.core.errors",
@@ -32,9 +33,10 @@ _EXPORTS = {
     "DMuonPlugin": "dmuon_hf.plugin",
     "HookBoundaries": "dmuon_hf.boundaries",
     "LockstepError": "dmuon_hf.core.errors",
-    "MomentumWarmup": "dmuon_hf.options",
+    "MomentumWarmup": "dmuon_hf.schedules",
     "QKClipReport": "dmuon_hf.qk_clip",
     "Route": "dmuon_hf.presets",
+    "WeightDecayRamp": "dmuon_hf.schedules",
     "create": "dmuon_hf.factory",
     "create_optimizer": "dmuon_hf.factory",
     "describe": "dmuon_hf.description",
@@ -52,6 +54,7 @@ __all__ = [
     "MomentumWarmup",
     "QKClipReport",
     "Route",
+    "WeightDecayRamp",
     "__version__",
     "create",
     "create_optimizer",

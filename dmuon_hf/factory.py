@@ -23,10 +23,11 @@ from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
 from dmuon_hf.loaded_shards import is_loaded_in_shards, selection_of
-from dmuon_hf.options import DMuonOptions, options_of, scheduled_momentum
+from dmuon_hf.options import DMuonOptions, options_of
 from dmuon_hf.presets import muon_specs, routes
 from dmuon_hf.qk_clip import clip_logits, sites_to_clip
 from dmuon_hf.rates import Part, Rates, lowered
+from dmuon_hf.schedules import scheduled_momentum, scheduled_weight_decay
 from dmuon_hf.survey import Survey, survey
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def create(*, scheduler: SchedulerFactory | None = None, **options: Any) -> DMuo
             for each shape the form of Newton-Schulz that multiplies less.
         momentum_schedule: `step -> momentum`, steps counted from 0 and across resumes; or the fields of
             `dmuon_hf.MomentumWarmup` as a mapping.
+        weight_decay_schedule: `step -> factor` on the weight decay of every group, steps counted as those of momentum;
+            or the fields of `dmuon_hf.WeightDecayRamp` as a mapping.
         coefficients: of Newton-Schulz: `"polar_express"`, `"you"`, `"quintic"`, or `(a, b, c)` per step.
         lr_scale: how the learning rate depends on a matrix's shape: `"match_rms_adamw"`, `"original"`, `"spectral"` or
             `"none"`. All but the first need `muon_lr`.
@@ -233,6 +236,8 @@ def create_optimizer(
     )
     if settings.momentum_schedule is not None:
         scheduled_momentum(optimizer, settings.momentum_of())
+    if settings.weight_decay_schedule is not None:
+        scheduled_weight_decay(optimizer, settings.weight_decay_factor())
     if settings.qk_clip is not None:
         clip_logits(optimizer, sites, settings.qk_clip)
     announce_at_first_step(model, optimizer)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 import dmuon_hf.core as dmuon
@@ -16,29 +15,11 @@ from dmuon_hf.core.ns.coefficients import Coefficients, schedule
 from dmuon_hf.core.optim.normuon import UPDATE_RULES
 from dmuon_hf.qk_clip import check_threshold
 from dmuon_hf.rates import RateGroup, rate_groups
+from dmuon_hf.schedules import MomentumWarmup, WeightDecayRamp
 
-__all__ = ["DMuonOptions", "MomentumWarmup", "options_of", "scheduled_momentum"]
+__all__ = ["DMuonOptions", "options_of"]
 
 Predicate = Callable[[str, nn.Parameter], bool]
-_STEP = "momentum_step"
-"""Key of a muon group: steps that the schedule of its momentum has seen, saved with the group."""
-
-
-@dataclass(frozen=True, slots=True)
-class MomentumWarmup:
-    """Momentum that rises linearly from `start` to `end` over the first `steps` steps, and stays there."""
-
-    start: float = 0.85
-    end: float = 0.95
-    steps: int = 300
-
-    def __post_init__(self) -> None:
-        if not (0.0 <= self.start < 1.0 and 0.0 <= self.end < 1.0 and self.steps >= 1):
-            raise ConfigurationError(f"{self} needs start and end in [0, 1) and at least one step")
-
-    def __call__(self, step: int) -> float:
-        """Momentum of a step, counted from 0."""
-        return self.start + (self.end - self.start) * min(1.0, step / self.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +35,7 @@ class DMuonOptions:
     muon_weight_decay: float | None = None
     momentum: float | None = None
     momentum_schedule: Callable[[int], float] | Mapping[str, Any] | None = None
+    weight_decay_schedule: Callable[[int], float] | Mapping[str, Any] | None = None
     nesterov: bool = True
     ns_steps: int = 5
     ns_backend: Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz = "auto"
@@ -75,7 +57,7 @@ class DMuonOptions:
                 f"lr_scale={self.lr_scale!r} measures Muon's learning rate on another scale than AdamW's: pass muon_lr "
                 "(only lr_scale='match_rms_adamw' can share the AdamW learning rate)"
             )
-        self._check_momentum()
+        self._check_schedules()
         self._check_update_rule()
         if self.qk_clip is not None:
             check_threshold(self.qk_clip)
@@ -90,17 +72,13 @@ class DMuonOptions:
         # Refused now rather than when the model is there.
         self.rate_groups()
 
-    def _check_momentum(self) -> None:
-        if self.momentum_schedule is None:
-            return
-        if self.momentum is not None:
-            raise ConfigurationError("pass either momentum= or momentum_schedule=, which sets it in every step")
-        if not isinstance(self.momentum_schedule, Mapping) and not callable(self.momentum_schedule):
-            raise ConfigurationError(
-                "momentum_schedule is a function of the step, or the fields of MomentumWarmup as a mapping; got "
-                f"{self.momentum_schedule!r}"
-            )
-        self.momentum_of()(0)
+    def _check_schedules(self) -> None:
+        if self.momentum_schedule is not None:
+            if self.momentum is not None:
+                raise ConfigurationError("pass either momentum= or momentum_schedule=, which sets it in every step")
+            self.momentum_of()(0)
+        if self.weight_decay_schedule is not None:
+            self.weight_decay_factor()(0)
 
     def _check_update_rule(self) -> None:
         if self.update_rule not in UPDATE_RULES:
@@ -125,12 +103,16 @@ class DMuonOptions:
 
     def momentum_of(self) -> Callable[[int], float]:
         """Momentum of every step, counted from 0."""
-        if isinstance(self.momentum_schedule, Mapping):
-            return MomentumWarmup(**_known(self.momentum_schedule, MomentumWarmup, "fields of momentum_schedule"))
         if self.momentum_schedule is not None:
-            return self.momentum_schedule
+            return _schedule("momentum_schedule", self.momentum_schedule, MomentumWarmup)
         constant = 0.95 if self.momentum is None else self.momentum
         return lambda step: constant
+
+    def weight_decay_factor(self) -> Callable[[int], float]:
+        """Factor on the weight decay of every group in every step, counted from 0."""
+        if self.weight_decay_schedule is not None:
+            return _schedule("weight_decay_schedule", self.weight_decay_schedule, WeightDecayRamp)
+        return lambda step: 1.0
 
     def newton_schulz(self) -> Literal["gram", "direct", "auto"] | dmuon.NewtonSchulz:
         """The `ns_backend` of `Muon`."""
@@ -148,28 +130,21 @@ def options_of(given: Mapping[str, Any]) -> DMuonOptions:
     return DMuonOptions(**_known(given, DMuonOptions, "options"))
 
 
+def _schedule(option: str, given: Any, cls: type[MomentumWarmup | WeightDecayRamp]) -> Callable[[int], float]:
+    """What a caller gave as a schedule: a function, or the fields of `cls` as a mapping."""
+    if isinstance(given, Mapping):
+        return cls(**_known(given, cls, f"fields of {option}"))
+    if not callable(given):
+        raise ConfigurationError(
+            f"{option} is a function of the step, or the fields of {cls.__name__} as a mapping; got {given!r}"
+        )
+    function: Callable[[int], float] = given
+    return function
+
+
 def _known(given: Mapping[str, Any], cls: type, what: str) -> dict[str, Any]:
     known = {field.name for field in fields(cls)}
     unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigurationError(f"unknown {what} {unknown}; the {what} are {sorted(known)}")
     return dict(given)
-
-
-def scheduled_momentum(optimizer: torch.optim.Optimizer, momentum_of: Callable[[int], float]) -> None:
-    """Set the momentum of all muon groups before every step of `optimizer`.
-
-    The number of the step is kept in the groups, so that a run that is resumed goes on where it was.
-    """
-
-    def set_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            if group["route"] == "muon":
-                step = group.get(_STEP, 0)
-                group["momentum"] = float(momentum_of(step))
-                group[_STEP] = step + 1
-
-    for group in optimizer.param_groups:
-        if group["route"] == "muon":
-            group[_STEP] = 0
-    optimizer.register_step_pre_hook(set_momentum)

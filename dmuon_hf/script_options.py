@@ -139,7 +139,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("muon_weight_decay", "momentum", "normuon_beta2", "qk_clip"), _NUMBER),
     **dict.fromkeys(("nesterov", "per_head", "replicate_async"), _SWITCH),
     **dict.fromkeys(("ns_backend", "lr_scale", "update_rule", "lora"), _TEXT),
-    **dict.fromkeys(("routes", "momentum_schedule"), _MAPPING),
+    **dict.fromkeys(("routes", "momentum_schedule", "weight_decay_schedule"), _MAPPING),
     "ns_steps": ("a whole number", _integer),
     "coefficients": ("a name or a list of rows", _exactly(str, list)),
     "param_groups": ("a mapping or a list of mappings", _exactly(dict, list)),

@@ -139,6 +139,10 @@ def test_rates_of_the_docs_give_every_part_its_own() -> None:
         ({"momentum": 0.9, "momentum_schedule": MomentumWarmup()}, "either momentum"),
         ({"momentum_schedule": {"begin": 0.9}}, r"unknown fields.*\['begin'\]"),
         ({"momentum_schedule": 0.9}, "function of the step"),
+        ({"weight_decay_schedule": MomentumWarmup()}, "none is decayed"),
+        ({"weight_decay_schedule": {"first": 1.0}}, r"unknown fields.*\['first'\]"),
+        ({"weight_decay_schedule": {"end": -1.0}}, "start and end of at least 0"),
+        ({"weight_decay_schedule": 0.9}, "function of the step"),
         ({"update_rule": "adamuon"}, "update_rule is one of"),
         ({"normuon_beta2": 0.9}, "no effect without update_rule='normuon'"),
         ({"update_rule": "normuon", "normuon_beta2": 1.0}, r"in \[0, 1\)"),
@@ -156,6 +160,29 @@ def test_options_that_need_no_model_are_checked_by_create() -> None:
     for options in ({"coefficients": "cubic"}, {"param_groups": {"*": {"rate": 1}}}, {"momentum_schedule": 1}):
         with pytest.raises(ConfigurationError):
             create(**options)
+
+
+def test_weight_decay_schedule_is_a_factor_on_what_each_group_is_decayed_by() -> None:
+    model = tiny_llama()
+    optimizer = create_optimizer(
+        model, lr=0.1, weight_decay=0.2, muon_weight_decay=0.4, weight_decay_schedule=lambda step: (1.0, 0.5, 0.0)[step]
+    )
+    weights = model.model.layers[0].mlp.up_proj.weight, model.lm_head.weight, model.model.norm.weight
+    before = [weight.detach().clone() for weight in weights]
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    for old, new, decay in zip(before, weights, (0.4, 0.2, 0.0), strict=True):
+        torch.testing.assert_close(new.detach(), old * (1 - 0.1 * decay) * (1 - 0.1 * decay * 0.5))
+
+
+def test_negative_factor_of_a_weight_decay_schedule_is_refused_in_its_step() -> None:
+    model = tiny_llama()
+    optimizer = create_optimizer(model, lr=0.1, weight_decay=0.2, weight_decay_schedule=lambda step: 1.0 - step)
+    optimizer.param_groups[0]["weight_decay_step"] = 2
+    with pytest.raises(ConfigurationError, match=r"factor -1\.0 in step 2"):
+        optimizer.step()
 
 
 def test_named_coefficients_change_the_update() -> None:
@@ -188,6 +215,7 @@ _OPTIONS: dict[str, Any] = {
     "coefficients": "quintic",
     "update_rule": "normuon",
     "momentum_schedule": {"start": 0.5, "end": 0.9, "steps": 4},
+    "weight_decay_schedule": {"start": 2.0, "end": 0.0, "steps": 8},
     "param_groups": {"model.layers.0.*": {"lr_factor": 0.5}},
 }
 
@@ -201,6 +229,7 @@ def _train(rank: int, world: int, directory: str, env: dict[str, str]) -> dict[s
             f"{directory}/{folder}",
             max_steps=4,
             per_device_train_batch_size=8 // world,
+            weight_decay=0.1,
             adam_epsilon=1e-3,
             max_grad_norm=0.1,
             **overrides,
@@ -216,12 +245,14 @@ def _train(rank: int, world: int, directory: str, env: dict[str, str]) -> dict[s
         "losses": losses(trainer),
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "momentum": {group.get("momentum") for group in trainer.optimizer.param_groups} - {None},
+        "decay": {group["weight_decay"] for group in trainer.optimizer.param_groups},
         "groups": {group["group_name"]: group["initial_lr"] for group in trainer.optimizer.param_groups},
     }
     trainer_of("resumed", 2, save_strategy="steps", save_steps=2).train()
     resumed = trainer_of("resumed", 4)
     resumed.train(resume_from_checkpoint=True)
     result["resumed"] = full_weights(resumed.model)
+    result["resumed decay"] = {group["weight_decay"] for group in resumed.optimizer.param_groups}
     result["resumed momentum"] = {g.get("momentum") for g in resumed.optimizer.param_groups} - {None}
     result["resumed groups"] = {group["group_name"]: group["initial_lr"] for group in resumed.optimizer.param_groups}
     finish()
@@ -278,11 +309,12 @@ def test_logs_have_rate_and_norm_of_every_group(runs: dict[str, list[dict[str, A
 
 
 @pytest.mark.parametrize("launch", _LAUNCHES)
-def test_resumed_run_keeps_groups_and_goes_on_with_the_momentum_schedule(
+def test_resumed_run_keeps_groups_and_goes_on_with_the_schedules(
     runs: dict[str, list[dict[str, Any]]], launch: str
 ) -> None:
     for result in runs[launch]:
         assert result["momentum"] == result["resumed momentum"] == {0.5 + (0.9 - 0.5) * 3 / 4}
+        assert result["decay"] == result["resumed decay"] == {0.0, 0.1 * 1.25}
         assert result["resumed groups"] == result["groups"]
         for name, weight in result["weights"].items():
             torch.testing.assert_close(result["resumed"][name], weight, rtol=1e-5, atol=1e-6, msg=name)
