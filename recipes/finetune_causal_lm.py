@@ -73,6 +73,10 @@ class DMuonArguments:
         default="auto",
         metadata={"help": "form of Newton-Schulz; auto: the cheaper by shape", "choices": ["auto", "gram", "direct"]},
     )
+    update_rule: str = field(
+        default="muon",
+        metadata={"help": "normuon: rows of an update brought to one size", "choices": ["muon", "normuon"]},
+    )
     lr_scale: str = field(
         default="match_rms_adamw",
         metadata={
@@ -144,6 +148,7 @@ def main() -> int:
             ns_steps=muon_args.ns_steps,
             ns_backend=muon_args.ns_backend,
             lr_scale=muon_args.lr_scale,
+            update_rule=muon_args.update_rule,
         ),
     )
     report(trainer)

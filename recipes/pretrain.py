@@ -61,6 +61,14 @@ class ModelArguments:
         default="muon",
         metadata={"help": "adamw: all weights with the AdamW of Trainer, to compare", "choices": ["muon", "adamw"]},
     )
+    update_rule: str = field(
+        default="muon",
+        metadata={"help": "of Muon; normuon: rows brought to one size", "choices": ["muon", "normuon"]},
+    )
+
+    def __post_init__(self) -> None:
+        if self.optimizer == "adamw" and self.update_rule != "muon":
+            raise SystemExit("--update_rule has no effect with --optimizer adamw: leave one of them out")
 
 
 DEFAULTS: dict[str, Any] = {
@@ -126,7 +134,7 @@ def main() -> int:
         eval_dataset=blocks.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        optimizers=dmuon_hf.create() if sizes.optimizer == "muon" else (None, None),
+        optimizers=dmuon_hf.create(update_rule=sizes.update_rule) if sizes.optimizer == "muon" else (None, None),
     )
     report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))

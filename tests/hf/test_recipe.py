@@ -173,9 +173,9 @@ def _ended_recipe(rank: int, world: int, script: str, flags: tuple[str, ...], re
 SMALL = ("--max_steps", "4", "--hidden_size", "64", "--layers", "2", "--block_size", "64", "--max_train_blocks", "64")
 
 
-@pytest.mark.parametrize("experts", ["0", "4"], ids=["dense", "experts"])
-def test_pretraining_lowers_the_loss_and_reopens(tmp_path: Path, experts: str) -> None:
-    flags = (*SMALL, "--experts", experts, "--output_dir", str(tmp_path / "out"))
+@pytest.mark.parametrize(("experts", "rule"), [("0", "muon"), ("4", "normuon")], ids=["dense", "experts"])
+def test_pretraining_lowers_the_loss_and_reopens(tmp_path: Path, experts: str, rule: str) -> None:
+    flags = (*SMALL, "--experts", experts, "--update_rule", rule, "--output_dir", str(tmp_path / "out"))
     output = run_ranks(_ended_recipe, 2, "pretrain.py", flags, init=False, env=fsdp_env(2))[0]
     found = re.search(r"held-out loss: ([\d.]+) at step 0, ([\d.]+) at step 4", output)
     assert found is not None, output[-2000:]

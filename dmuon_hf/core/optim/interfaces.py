@@ -47,8 +47,9 @@ class MatrixSource(Protocol):
     """Parameters on the muon route: where gradient, momentum and weight are on this rank, and who computes the update.
 
     The state of a parameter is ``momentum_buffer``, in the layout of the parameter; of a dedicated one, in that of its
-    ``state_like``. Ranks that share a parameter call
-    every method together, in the same order.
+    ``state_like``. Where its rule normalises rows it has a ``second_moment`` too, which whoever holds some of a matrix
+    keeps for all its rows, equal on all of them after a step. Ranks that share a parameter call every method together,
+    in the same order.
     """
 
     @property
