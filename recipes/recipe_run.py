@@ -135,20 +135,23 @@ def leave(status: int) -> NoReturn:
 
 
 def end(trainer: Trainer, output: Path, sample: Sample, measures: Sequence[str] = ("loss",)) -> int:
-    """Measure, save, and let a fresh process reopen and check. Collective; returns the exit status of this rank."""
+    """Measure, save, and let a fresh process reopen and check. Collective; returns the exit status of this rank.
+
+    It ends training, so that no rank waits for the first one, which checks.
+    """
     trainer.evaluate()
     if trainer.is_world_process_zero():
         for measure in measures:
             print(held_out_summary(trainer, measure), flush=True)
     reference = save(trainer, output, sample)
-    status = 0
-    if trainer.is_world_process_zero():
-        plot = plot_losses(trainer, output)
-        status = check_export(output, reference, tolerance(trainer))
-        print(where_next(output) + (f"\nthe losses are drawn in {plot}" if plot else ""), flush=True)
-    # The launcher stops everybody when one rank fails to end well, so the check comes first.
+    is_first, allowed = trainer.is_world_process_zero(), tolerance(trainer)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if not is_first:
+        return 0
+    plot = plot_losses(trainer, output)
+    status = check_export(output, reference, allowed)
+    print(where_next(output) + (f"\nthe losses are drawn in {plot}" if plot else ""), flush=True)
     return status
 
 
