@@ -30,8 +30,8 @@ def describe(
 
     Local: any rank may call it, and all get the same text. Without an optimizer, or before `accelerator.prepare`, the
     columns that are not known yet stay empty. Parameters that differ only in the number of their layer share a row, and
-    so do the like vectors of a layer; owners are listed as `shard` or `shard/replicate` coordinates. The learning rate
-    is the one before any schedule. No line is longer than 120 characters: cells are wrapped in their column, and
+    so do the like vectors of a layer; owners are listed as `shard` or `shard/replicate` coordinates. Learning rate and
+    decay are those before any schedule. No line is longer than 120 characters: cells are wrapped in their column, and
     a name that is too long stands above its row.
 
     Args:
@@ -56,13 +56,13 @@ def describe(
             route.route,
             "" if group is None else str(group.get("group_name", "")),
             "" if group is None else f"{float(group.get('initial_lr', group['lr'])):.3g}",
-            "" if group is None else f"{float(group.get('weight_decay', 0.0)):.3g}",
+            "" if group is None else f"{float(group.get('own_weight_decay', group.get('weight_decay', 0.0))):.3g}",
             _layout(route.spec, tuple(parameter.shape)),
             route.reason,
         )
         rows.setdefault(cells, []).append(owner)
     lines = [(*cells[:-1], _distinct(owners), cells[-1]) for cells, owners in rows.items()]
-    return "\n".join([*_summary(model, table, runtime), "", *text_table([_HEADER, *_folded(lines)])])
+    return "\n".join([*_summary(model, table, runtime), *_normuon(groups), "", *text_table([_HEADER, *_folded(lines)])])
 
 
 def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -143,6 +143,12 @@ def _summary(model: nn.Module, table: dict[str, Route], runtime: Any) -> list[st
             shares.append(f"{route} {100 * elements / everything:.1f} %")
     lines = [*joined(f"{type(model).__name__}: ", counts), *joined("of the elements: ", shares)]
     return lines if runtime is None or not runtime.topology.is_distributed else [*lines, *_owned(runtime)]
+
+
+def _normuon(groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The groups that NorMuon updates, if any."""
+    names = [str(group["group_name"]) for group in groups.values() if group.get("update_rule") == "normuon"]
+    return joined("updated by NorMuon: ", dict.fromkeys(names)) if names else []
 
 
 def _owned(runtime: Runtime) -> list[str]:

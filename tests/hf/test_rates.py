@@ -104,6 +104,8 @@ def test_update_rule_may_differ_by_pattern_and_is_announced() -> None:
         "*.up_proj.weight/decay/muon": ("normuon", 0.5),
     }
     assert summary_line(model, optimizer).startswith("Muon and NorMuon: 14 matrices, ")
+    described = dmuon_hf.describe(model, optimizer)
+    assert "\nupdated by NorMuon: decay/muon, *.up_proj.weight/decay/muon\n" in described, described
     assert summary_line(model, create_optimizer(tiny_llama(), lr=1e-3, update_rule="normuon")).startswith("NorMuon: 14")
 
 
