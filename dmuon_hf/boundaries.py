@@ -21,7 +21,7 @@ from dmuon_hf.core.hook_boundaries import ancestors, is_called
 from dmuon_hf.core.plan import canonical_name
 from dmuon_hf.linears import holds_projection, is_linear
 
-__all__ = ["HookBoundaries", "embeddings"]
+__all__ = ["HookBoundaries", "embeddings", "own_class"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -71,7 +71,7 @@ class HookBoundaries:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes of the blocks, sorted, without those of containers, which are not blocks everywhere."""
-        return tuple(sorted({_own_class(block).__name__ for block in self._blocks.values()} - _CONTAINER_NAMES))
+        return tuple(sorted({own_class(block).__name__ for block in self._blocks.values()} - _CONTAINER_NAMES))
 
     def block_name(self, parameter_name: str) -> str | None:
         """Canonical name of the innermost block around the parameter, or None outside all blocks."""
@@ -109,7 +109,7 @@ def _is_inside(name: str, path: str) -> bool:
 _CONTAINER_NAMES = {container.__name__ for container in _CONTAINERS}
 
 
-def _own_class(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type:
     """The class that the model was written with: FSDP2 puts one of its own in front."""
     return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
 
@@ -128,13 +128,13 @@ def _named_blocks(
 
 def _found_blocks(model: nn.Module, modules: Mapping[str, nn.Module], hint: Iterable[str]) -> dict[str, nn.Module]:
     found = dict.fromkeys(_items(model))
-    kinds = {_own_class(block) for block in found} - set(_CONTAINERS)
+    kinds = {own_class(block) for block in found} - set(_CONTAINERS)
     hinted = tuple(hint)
     inside = {part for block in found for part in block.modules()}
     for module in map(_unwrapped, model.modules()):
         if module is model or module in inside or any(part in found for part in module.modules()):
             continue
-        if _may_be_block(module) and (_own_class(module) in kinds or _is_hinted(module, hinted)):
+        if _may_be_block(module) and (own_class(module) in kinds or _is_hinted(module, hinted)):
             found[module] = None
             inside.update(module.modules())
     return {name: module for name, module in modules.items() if module in found}
@@ -180,7 +180,7 @@ def _is_row_of_blocks(module: nn.Module) -> bool:
     everything = sum(map(is_linear, module.modules()))
     for name, container in module.named_modules():
         items = [item for item in container.children() if _may_be_block(item)] if _is_container(container) else []
-        kinds = {_own_class(item) for item in items}
+        kinds = {own_class(item) for item in items}
         if "expert" in name or not items or 1 < len(items) == len(kinds):
             continue
         sizes = [sum(map(is_linear, item.modules())) for item in items]

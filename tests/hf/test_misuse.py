@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -30,6 +31,7 @@ from tests.hf.support import (
     tiny_dataset,
     tiny_llama,
 )
+from tests.hf.zoo.tiny import FAMILIES
 
 
 def _message(call: Callable[[], Any]) -> str:
@@ -178,8 +180,23 @@ def _saves(rank: int, world: int, directory: str) -> dict[str, Any]:
     accelerator.unwrap_model(model).save_pretrained(
         directory, is_main_process=accelerator.is_main_process, state_dict=state
     )
+    for name in _FILES:
+        family = FAMILIES[name]
+        model = family.build()
+        model, _ = accelerator.prepare(model, dmuon_hf.create_optimizer(model, lr=1e-3))
+        accelerator.unwrap_model(model).save_pretrained(
+            f"{directory}/{name}",
+            is_main_process=accelerator.is_main_process,
+            state_dict=accelerator.get_state_dict(model),
+        )
+        result[name] = type(model).__name__
+        accelerator.free_memory()
     finish()
     return result
+
+
+_FILES = ("mixtral", "llava", "t5", "vit")
+"""Merged experts, keys of other names by class and by type of the model, tied weights."""
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +218,23 @@ def test_save_pretrained_with_the_gathered_state_dict_writes_the_model(
     model = AutoModelForCausalLM.from_pretrained(directory)
     for name, weight in model.named_parameters():
         assert torch.equal(weight, results[0]["weights"][name]), name
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_files_of_a_sharded_model_have_the_keys_that_one_process_writes(
+    saves: tuple[Path, list[dict[str, Any]]], name: str, tmp_path: Path
+) -> None:
+    directory, results = saves
+    family = FAMILIES[name]
+    family.build().save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        load_file(directory / name / "model.safetensors"), load_file(tmp_path / "model.safetensors"), rtol=0, atol=0
+    )
+    reopened, info = family.model_class.from_pretrained(directory / name, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert reopened.config.architectures == [family.model_class.__name__]
+    # The class is named as FSDP2 names it when saving is over.
+    assert results[0][name] == f"FSDP{family.model_class.__name__}"
 
 
 def _clip_some(rank: int, world: int) -> dict[str, Any]:
