@@ -70,11 +70,26 @@ def _check_quantized(model: nn.Module) -> None:
 
 def check_any_muon(model: nn.Module, specs: Sized) -> None:
     """Refuse to train without a single Muon matrix."""
-    if len(specs) == 0:
-        raise ConfigurationError(
-            f"no trainable parameter of {type(model).__name__} is routed to Muon, so this would be plain AdamW. Print "
-            "dmuon_hf.routes(model) to see why, and pass routes={pattern: 'muon'} or predicate= to choose matrices"
+    if len(specs) > 0:
+        return
+    advice = (
+        "Print dmuon_hf.routes(model) to see why, and pass routes={pattern: 'muon'} or predicate= to choose matrices"
+    )
+    if _is_convolutional(model):
+        advice = (
+            "It consists of convolutions, which Muon does not update: train it with AdamW, without dmuon_hf, or choose "
+            "what matrices it has with routes={pattern: 'muon'}"
         )
+    raise ConfigurationError(
+        f"no trainable parameter of {type(model).__name__} is routed to Muon, so this would be plain AdamW. {advice}"
+    )
+
+
+def _is_convolutional(model: nn.Module) -> bool:
+    """Whether most of a model is kernels of convolutions."""
+    convolutions = [module for module in model.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
+    kernels = sum(convolution.weight.numel() for convolution in convolutions)
+    return 2 * kernels > sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_shardable(model: nn.Module) -> None:

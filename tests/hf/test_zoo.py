@@ -83,4 +83,4 @@ def test_models_that_cannot_be_prepared_say_why_and_what_to_do() -> None:
     ]
     (found,) = run_ranks(_refusals, 1, classes, init=False)
     assert re.search(r"log_k.*scalar.*reshape\(1\)", found["MoonshineStreamingForConditionalGeneration"])
-    assert re.search(r"no trainable parameter.*routes=", found["ResNetForImageClassification"])
+    assert re.search(r"no trainable parameter.*convolutions.*AdamW.*routes=", found["ResNetForImageClassification"])
