@@ -37,10 +37,12 @@ class HeadMaxima:
         name: of the module, for messages.
         heads: query heads.
         shared: heads of keys.
+        wanted: whether they are of use in this forward.
     """
 
-    def __init__(self, name: str, heads: int, shared: int) -> None:
+    def __init__(self, name: str, heads: int, shared: int, wanted: Callable[[], bool]) -> None:
         self._name = name
+        self.wanted = wanted
         self._heads, self._shared = heads, shared
         self._most: Tensor | None = None
 
@@ -69,9 +71,9 @@ class HeadMaxima:
 _watched: WeakKeyDictionary[nn.Module, HeadMaxima] = WeakKeyDictionary()
 
 
-def watch(module: nn.Module, name: str, heads: int, shared: int) -> HeadMaxima:
+def watch(module: nn.Module, name: str, heads: int, shared: int, wanted: Callable[[], bool]) -> HeadMaxima:
     """Note the logits of a module from now on; what watched it before sees no more."""
-    _watched[module] = HeadMaxima(name, heads, shared)
+    _watched[module] = HeadMaxima(name, heads, shared, wanted)
     return _watched[module]
 
 
@@ -98,7 +100,7 @@ def _see(
 ) -> None:
     """In training, and once: not again where checkpointing runs a forward anew inside of backward."""
     maxima = _watched.get(module)
-    if maxima is None or not module.training or torch._C._current_graph_task_id() != -1:
+    if maxima is None or not module.training or torch._C._current_graph_task_id() != -1 or not maxima.wanted():
         return
     pairs = pairs_of(module, query, key, mask, implementation, arguments)
     maxima.see(query, key, arguments.get("scaling"), pairs)

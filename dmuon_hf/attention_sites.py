@@ -61,6 +61,11 @@ class Rows:
         found: nn.Parameter = getattr(self.holder, self.attribute)
         return found
 
+    @property
+    def trains(self) -> bool:
+        """Whether it trains now; what is frozen may be unfrozen between steps."""
+        return self.parameter.requires_grad
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
@@ -71,7 +76,7 @@ class AttentionSite:
         module: the module, first argument of the attention function.
         heads: query heads.
         shared: heads of keys that the attention function is given.
-        rows: what is rescaled.
+        rows: what is rescaled, while it trains.
     """
 
     name: str
@@ -84,11 +89,9 @@ class AttentionSite:
 def attention_sites(found: Survey) -> tuple[list[AttentionSite], dict[str, str]]:
     """The attention modules whose logits rescaling can clip, and why others that train are left alone. Local.
 
-    Modules of which neither queries nor keys train are in neither: nothing is updated there.
-
     Returns:
-        Sites in the order of the modules, and name -> reason of those that normalise their queries and keys, whose
-        logits do not grow with the weights.
+        Sites in the order of the modules, also of frozen ones that could be clipped; and name -> reason of those that
+        normalise their queries and keys, whose logits do not grow with the weights.
 
     Raises:
         ConfigurationError: attention of which it cannot be said, or done; all of it is named.
@@ -140,12 +143,12 @@ def _attends_itself(module: nn.Module) -> bool:
 
 
 def _site(name: str, module: nn.Module, found: Survey) -> AttentionSite | None:
-    """The site of a module; None where nothing of its queries and keys trains."""
+    """The site of a module; None where nothing of its queries and keys trains, nor could be clipped if it did."""
     children = dict(module.named_children())
     layers = [child for child in children if _is_projection(child)]
     holders = [children[layer] for layer in layers] or [module]
     if not any(parameter.requires_grad for holder in holders for parameter in holder.parameters()):
-        return None
+        return _frozen_site(name, module, layers, found)
     if any(hasattr(children[layer], "base_layer") for layer in layers):
         raise ConfigurationError("its queries or keys train through adapters, whose frozen weights would be rescaled")
     if not calls_interface(module):
@@ -153,12 +156,25 @@ def _site(name: str, module: nn.Module, found: Survey) -> AttentionSite | None:
             f"{type(module).__name__} does not attend through transformers' attention interface, so its logits cannot "
             "be seen"
         )
-    rows, heads, shared = _rows(name, module, layers, found)
-    reading = read(module, layers)
-    _check_reading(reading, layers)
-    frozen = sorted({part.name for part in rows if part.attribute == "weight" and not part.parameter.requires_grad})
+    site = _readable_site(name, module, layers, found)
+    weights = [part for part in site.rows if part.attribute == "weight"]
+    frozen = sorted({part.name for part in weights if not part.parameter.requires_grad})
     if frozen:
         raise ConfigurationError(f"{', '.join(frozen)} is frozen while others of its queries and keys train")
+    return site
+
+
+def _frozen_site(name: str, module: nn.Module, layers: list[str], found: Survey) -> AttentionSite | None:
+    """The site of a module that is frozen, for when it is unfrozen; None where it could not be clipped."""
+    try:
+        return _readable_site(name, module, layers, found) if calls_interface(module) else None
+    except (ConfigurationError, _BoundedError):
+        return None
+
+
+def _readable_site(name: str, module: nn.Module, layers: list[str], found: Survey) -> AttentionSite:
+    rows, heads, shared = _rows(name, module, layers, found)
+    _check_reading(read(module, layers), layers)
     return AttentionSite(name=name, module=module, heads=heads, shared=shared, rows=tuple(rows))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import dmuon_hf.core as dmuon
-from dmuon_hf.attention_logits import stacked, watch
+from dmuon_hf.attention_logits import HeadMaxima, stacked, watch
 from dmuon_hf.attention_sites import AttentionSite, Rows, attention_sites
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import OwnedTensor
@@ -71,7 +71,7 @@ def sites_to_clip(found: Survey) -> list[AttentionSite]:
         ConfigurationError: attention that cannot be clipped, or none that can or need be.
     """
     sites, bounded = attention_sites(found)
-    if not sites:
+    if not any(part.trains for site in sites for part in site.rows):
         reason = next(iter(bounded.values()), "no attention module was found whose queries and keys train")
         raise ConfigurationError(
             f"qk_clip has nothing to rescale in {type(found.model).__name__}: {reason}. Leave qk_clip out"
@@ -118,6 +118,12 @@ def _is_cut_by_heads(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
+def _watch(site: AttentionSite) -> HeadMaxima:
+    # Not through the module, whose key in the table of those watched must not hold it.
+    rows = site.rows
+    return watch(site.module, site.name, site.heads, site.shared, lambda: any(part.trains for part in rows))
+
+
 class _QKClip:
     """The maxima of one model's attention and what is done about them."""
 
@@ -125,7 +131,7 @@ class _QKClip:
         self._sites = sites
         self._threshold = threshold
         self._heads = [site.heads for site in sites]
-        self._maxima = [watch(site.module, site.name, site.heads, site.shared) for site in sites]
+        self._maxima = [_watch(site) for site in sites]
         self._skipped = optimizer.skipped_steps
         self._warned = False
         self.report: QKClipReport | None = None

@@ -84,6 +84,9 @@ class DMuonArguments:
             "choices": ["match_rms_adamw", "original", "spectral", "none"],
         },
     )
+    qk_clip: float | None = field(
+        default=None, metadata={"help": "largest attention logit to allow, such as 100 (QK-clip; default: off)"}
+    )
 
 
 # TrainingArguments that suit a demonstration; every one is a flag.
@@ -149,6 +152,7 @@ def main() -> int:
             ns_backend=muon_args.ns_backend,
             lr_scale=muon_args.lr_scale,
             update_rule=muon_args.update_rule,
+            qk_clip=muon_args.qk_clip,
         ),
     )
     report(trainer)

@@ -65,10 +65,14 @@ class ModelArguments:
         default="muon",
         metadata={"help": "of Muon; normuon: rows brought to one size", "choices": ["muon", "normuon"]},
     )
+    qk_clip: float | None = field(
+        default=None,
+        metadata={"help": "largest attention logit to allow, such as 100 (QK-clip, for dense models; default: off)"},
+    )
 
     def __post_init__(self) -> None:
-        if self.optimizer == "adamw" and self.update_rule != "muon":
-            raise SystemExit("--update_rule has no effect with --optimizer adamw: leave one of them out")
+        if self.optimizer == "adamw" and (self.update_rule != "muon" or self.qk_clip is not None):
+            raise SystemExit("--update_rule and --qk_clip have no effect with --optimizer adamw: leave one of them out")
 
 
 DEFAULTS: dict[str, Any] = {
@@ -134,7 +138,9 @@ def main() -> int:
         eval_dataset=blocks.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        optimizers=dmuon_hf.create(update_rule=sizes.update_rule) if sizes.optimizer == "muon" else (None, None),
+        optimizers=dmuon_hf.create(update_rule=sizes.update_rule, qk_clip=sizes.qk_clip)
+        if sizes.optimizer == "muon"
+        else (None, None),
     )
     report(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_of(args.resume_from_checkpoint))

@@ -13,11 +13,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import dmuon_hf
-from dmuon_hf.attention_logits import HeadMaxima, head_maxima
+from dmuon_hf import hooks
+from dmuon_hf.attention_logits import HeadMaxima, head_maxima, watch
 from dmuon_hf.attention_pairs import pairs_of
+from dmuon_hf.attention_sites import attention_sites
 from dmuon_hf.core.errors import ConfigurationError
+from dmuon_hf.qk_clip import clip_logits, rescale
+from dmuon_hf.survey import survey
 from tests.harness import run_ranks
 from tests.hf.support import arguments, as_launched, finish, fsdp_env, full_weights, make_trainer, tiny_llama
+from tests.hf.zoo.build import build
 from tests.hf.zoo.tiny import FAMILIES
 
 LENGTH = 6
@@ -116,12 +121,59 @@ def test_head_over_the_threshold_has_it_as_its_largest_logit_for_the_same_input(
     assert len(report.logits) == len(inputs)
 
 
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, tf.Cache) else value for name, value in kwargs.items()}
+
+
+CLIPPED = (
+    "opt", "mixtral", "t5", "bart", "bert", "albert", "distilbert", "modernbert", "llava", "paligemma", "vit", "swin",
+    "segformer", "whisper", "moonshine",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_rows_of_a_family_belong_to_the_heads_that_they_are_said_to(name: str) -> None:
+    hooks.install()
+    family = FAMILIES[name]
+    model: Any = _grown(family.build())
+    sites, bounded = attention_sites(survey(model))
+    assert sites and not bounded
+    maxima = [watch(site.module, site.name, site.heads, site.shared, lambda: True) for site in sites]
+    calls: dict[nn.Module, list[Any]] = {site.module: [] for site in sites}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: calls[module].append((args, _without_cache(kwargs))),
+            with_kwargs=True,
+        )
+        for module in calls
+    ]
+    with torch.no_grad():
+        model(**family.batch(0))
+        before = [found for found in (each.take() for each in maxima) if found is not None]
+        threshold = torch.cat(before).median().clamp(min=1e-3)
+        for site, most in zip(sites, before, strict=True):
+            for rows in site.rows:
+                rescale(rows, (threshold / most).clamp(0, 1).where(most > threshold, torch.ones(())))
+        for handle in handles:
+            handle.remove()
+        for site, most, each in zip(sites, before, maxima, strict=True):
+            for args, kwargs in calls[site.module]:
+                site.module(*args, **kwargs)
+            torch.testing.assert_close(each.take(), most.clamp(max=threshold), rtol=1e-4, atol=1e-5)
+
+
+def test_linear_attention_beside_latent_attention_is_no_obstacle() -> None:
+    sites, bounded = attention_sites(survey(build("kimi_linear", "KimiLinearForCausalLM")))
+    assert {type(site.module).__name__ for site in sites} == {"KimiLinearAttention"} and not bounded
+
+
 def _train(rank: int, world: int, clip: float | None) -> dict[str, Any]:
     """Three steps of two micro-batches, this rank's part of batches of eight."""
     as_launched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = _grown(tiny_llama(num_key_value_heads=4, attention_bias=True))
-    optimizer: Any = dmuon_hf.create_optimizer(model, lr=2e-3, weight_decay=0.1, eps=1e-3, qk_clip=clip)
+    routes = {"model.layers.0.*.q_proj.weight": "adamw"}
+    optimizer: Any = dmuon_hf.create_optimizer(model, lr=2e-3, weight_decay=0.1, eps=1e-3, qk_clip=clip, routes=routes)
     model, optimizer = accelerator.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(7)
     reports = []
@@ -289,6 +341,43 @@ def test_evaluation_and_recomputed_forwards_are_not_seen_twice() -> None:
     model(ids, labels=ids).loss.backward()
     with pytest.raises(ConfigurationError, match=r"saw no attention logits.*model\.train\(\)"):
         optimizer.step()
+
+
+def test_heads_whose_logits_are_no_numbers_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoiled = torch.tensor([math.nan, math.inf, 5.0, 1.0])
+    monkeypatch.setattr(HeadMaxima, "take", lambda self: spoiled)
+    model = _grown(tiny_llama())
+    before = model.get_parameter("model.layers.0.self_attn.q_proj.weight").detach().clone().unflatten(0, (4, 16))
+    optimizer, _ = _step(model, 2.0)
+    after = model.get_parameter("model.layers.0.self_attn.q_proj.weight").detach().unflatten(0, (4, 16))
+    expected = before * torch.tensor([1.0, 1.0, 0.4, 1.0])[:, None, None]
+    torch.testing.assert_close(after, expected)
+    report = dmuon_hf.last_qk_clip(optimizer)
+    assert report is not None and report.clipped_heads == 2 and report.max_logit == math.inf
+    assert "infinite or NaN" in caplog.text
+
+
+def test_attention_that_is_unfrozen_between_steps_is_clipped_from_then_on() -> None:
+    model: Any = _grown(tiny_llama())
+    attention = model.model.layers[1].self_attn.requires_grad_(False)
+    optimizer, changed = _step(model, 0.1)
+    assert set(changed) == {"model.layers.0.self_attn.q_proj.weight"}
+    attention.requires_grad_(True)
+    before = attention.q_proj.weight.detach().clone()
+    optimizer.zero_grad()
+    ids = torch.arange(4, 4 + LENGTH)[None]
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert float(attention.q_proj.weight.detach().norm()) < 0.5 * float(before.norm())
+
+
+def test_tensor_parallel_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = dmuon_hf.create_optimizer(tiny_llama(), lr=0.0)
+    monkeypatch.setattr(type(optimizer.runtime.topology), "tensor", object())
+    with pytest.raises(NotImplementedError, match="tensor parallelism is not built"):
+        clip_logits(optimizer, [], 1.0)
 
 
 def _with_lora() -> nn.Module:
