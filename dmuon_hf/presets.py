@@ -85,6 +85,8 @@ def routes(
         ConfigurationError: a weight that is not a matrix was sent to Muon, a layout does not fit its weight, or an
             entry of `overrides` or `layouts` matches nothing.
     """
+    _check_said("layouts", layouts, (MatrixSpec, str), "a MatrixSpec or the name of a layout")
+    _check_said("routes", overrides, (str,), "'muon' or 'adamw'")
     context = _Context(found or survey(model), layouts or {}, per_head, lora)
     unused = set(overrides or ())
     table: dict[str, Route] = {}
@@ -104,6 +106,17 @@ def routes(
     context.check_layouts(table)
     _report(model, table)
     return table
+
+
+def _check_said(argument: str, said: object, kinds: tuple[type, ...], what: str) -> None:
+    """Refuse an argument that is no mapping of patterns to what it takes."""
+    if said is None:
+        return
+    if not isinstance(said, Mapping):
+        raise ConfigurationError(f"{argument}= takes a mapping {{name or shell pattern: {what}}}, not {said!r}")
+    for pattern, value in said.items():
+        if not isinstance(value, kinds):
+            raise ConfigurationError(f"{argument}={{{pattern!r}: {value!r}}}: give {what}")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -366,3 +366,22 @@ def test_attribute_that_differs_between_the_layers_of_a_configuration_is_looked_
 
     config: Any = Unlike()
     assert Projection("w", rows=96, transposed=False, callers=(), config=config).heads == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"layouts": {"*.q": None}}, "MatrixSpec or the name"),
+        ({"layouts": {"*.q": 3}}, "MatrixSpec or the name"),
+        ({"layouts": ["*.q"]}, "takes a mapping"),
+        ({"overrides": {"*.q": True}}, "'muon' or 'adamw'"),
+        ({"overrides": "muon"}, "takes a mapping"),
+        ({"layouts": {"*.q": "whole"}}, "folded=True"),
+        ({"layouts": {"*.q": MatrixSpec(folded=True, sections=(3, 4))}}, "makes 7 rows"),
+    ],
+)
+def test_what_is_no_layout_or_route_is_refused_with_what_to_give(said: dict[str, Any], message: str) -> None:
+    with torch.device("meta"):
+        model = _xlnet()
+    with pytest.raises(ConfigurationError, match=message):
+        routes(model, **said)
