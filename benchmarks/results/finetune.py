@@ -49,8 +49,8 @@ RATES = {
     "AdamW": (4e-5, 1e-4, 2e-4, 4e-4),
     "Muon": (1e-4, 2e-4, 4e-4, 8e-4),
     "NorMuon": (1e-4, 2e-4, 4e-4, 8e-4),
-    "LoRA, AdamW": (4e-4, 1e-3, 4e-3),
-    "LoRA, Muon on B": (1e-3, 2e-3, 4e-3),
+    "LoRA, AdamW": (4e-4, 1e-3, 4e-3, 1e-2),
+    "LoRA, Muon on B": (2e-3, 4e-3, 1e-2, 2e-2),
 }
 
 

@@ -62,7 +62,7 @@ class Budget:
         )
 
 
-SMALL = Budget(demo=False, steps=60, turn=10, batch=(2, 32))
+SMALL = Budget(demo=False, steps=40, turn=10, batch=(2, 32))
 FULL = Budget(demo=True, steps=12, turn=3, batch=(2, 128), warmup=1)
 
 
