@@ -9,7 +9,7 @@ from pathlib import Path
 
 import neighbours
 import plots
-from engine import execute, finished
+from engine import execute, finished, line_of
 from report import machine, print_header
 from study import Outcome, Study
 from tables import markdown, put_between_marks
@@ -26,7 +26,7 @@ def main(make: Callable[[bool], Study], description: str | None, arguments: Sequ
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="train these alone now")
     parser.add_argument("--report", action="store_true", help="train nothing: write what is finished")
-    parser.add_argument("--docs", action="store_true", help="put table and plot into docs/ as well")
+    parser.add_argument("--docs", action="store_true", help="put table, plot and runs into docs/ as well")
     parser.add_argument(
         "--output",
         type=Path,
@@ -52,7 +52,7 @@ def main(make: Callable[[bool], Study], description: str | None, arguments: Sequ
 
 
 def write(study: Study, outcomes: Sequence[Outcome], command: str, output: Path, *, docs: Path | None) -> None:
-    """Write table and plot into `output`, and into the folder of the documentation if one is given."""
+    """Write table and plot into `output`, and, with the runs behind them, into the documentation's folder `docs`."""
     output.mkdir(parents=True, exist_ok=True)
     picture = f"{study.name}.svg"
     text = markdown(study, outcomes, command, picture)
@@ -60,6 +60,8 @@ def write(study: Study, outcomes: Sequence[Outcome], command: str, output: Path,
     plots.save(study, outcomes, output / picture)
     print(f"\n{text}\nwritten to {output}")
     if docs is not None:
+        (docs / "results").mkdir(exist_ok=True)
         text = markdown(study, outcomes, command, f"results/{picture}")
         put_between_marks(docs / "results.md", study.name, f"\n{text}\n")
         plots.save(study, outcomes, docs / "results" / picture)
+        (docs / "results" / f"{study.name}.jsonl").write_text("".join(line_of(study, outcome) for outcome in outcomes))

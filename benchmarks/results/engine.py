@@ -18,7 +18,7 @@ import torch
 from report import machine
 from study import Outcome, Run, Study
 
-__all__ = ["execute", "finished"]
+__all__ = ["execute", "finished", "line_of"]
 
 
 def finished(study: Study, directory: Path) -> list[Outcome]:
@@ -93,13 +93,17 @@ class _ThisProcess(Executor):
 
 def _record(study: Study, directory: Path, run: Run, result: dict[str, Any]) -> Outcome:
     outcome = Outcome(run, result, machine())
-    record = {"study": study.name, "budget": _budget(study), **asdict(outcome)}
     with _file(study, directory).open("a+") as file:
         # Behind a line that was cut off, a new one begins.
         file.seek(max(0, file.tell() - 1))
         newline = "" if file.read(1) in ("", "\n") else "\n"
-        file.write(newline + json.dumps(record) + "\n")
+        file.write(newline + line_of(study, outcome))
     return outcome
+
+
+def line_of(study: Study, outcome: Outcome) -> str:
+    """A finished run as its line in the study's file."""
+    return json.dumps({"study": study.name, "budget": _budget(study), **asdict(outcome)}) + "\n"
 
 
 def _budget(study: Study) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def save(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": study.name}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         study.draw(study, study.derive(study, outcomes), figure)
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 def over_rates(axes: Any, study: Study, outcomes: Sequence[Outcome], label: str) -> None:
-    """The score of every rate, as mean over its seeds, with their range as bars."""
+    """The score of every rate, as mean over the seeds that go through the whole grid, with their range as bars."""
+    outcomes = study.grid(outcomes)
     for mark, (method, rates) in zip(_MARKS, study.rates.items(), strict=False):
         by_rate = {
             r: [o.result[study.score] for o in outcomes if o.run.method == method and o.run.rate == r] for r in rates

@@ -95,6 +95,11 @@ class Study:
                 found[method] = min(by_rate.values(), key=lambda group: (-len(group), self.mean_score(group)))
         return found
 
+    def grid(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes by which rates are compared: those of the seeds that go through the whole grid."""
+        seeds = self.seeds if self.whole_grid else self.seeds[:1]
+        return [outcome for outcome in outcomes if outcome.run.seed in seeds]
+
     def mean_score(self, group: Sequence[Outcome]) -> float:
         """Mean over outcomes; a run that diverged makes it infinite."""
         return statistics.fmean(_or_worst(outcome.result[self.score]) for outcome in group)

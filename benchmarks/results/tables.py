@@ -17,7 +17,8 @@ def markdown(study: Study, outcomes: Sequence[Outcome], command: str, picture: s
     outcomes = study.derive(study, outcomes)
     parts = [_caption(study, outcomes, command), _best_table(study, outcomes)]
     if any(len(rates) > 1 for rates in study.rates.values()):
-        parts += [f"`{study.score}` at every rate, the mean of its seeds:", _grid_table(study, outcomes)]
+        seeds = "the mean of all seeds" if study.whole_grid else f"with seed {study.seeds[0]}"
+        parts += [f"`{study.score}` at every rate, {seeds}:", _grid_table(study, study.grid(outcomes))]
     if outcomes:
         parts.append(f"![{study.name}]({picture})")
     return "\n\n".join(parts) + "\n"
@@ -99,8 +100,8 @@ def _cell(group: Sequence[Outcome], column: Column) -> str:
     if not all(map(math.isfinite, values)):
         return "diverged"
     text = format(statistics.fmean(values), column.spec)
-    if len(values) > 1:
-        text += f" ± {format(statistics.stdev(values), column.spec)}"
+    if len(set(values)) > 1:
+        text += f" ± {format(statistics.stdev(values), column.spec.lstrip('+'))}"
     return text if len(values) == len(group) else f"{text} ({len(values)} of {len(group)})"
 
 

@@ -15,6 +15,7 @@ from tests.harness import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "results"))
 
+import command
 import engine
 import experts
 import finetune
@@ -113,11 +114,15 @@ def test_table_says_what_was_not_run(tmp_path: Path) -> None:
     assert "Not finished: at least 2 runs." in text
 
 
-def test_results_replace_what_stands_between_their_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+def test_documentation_gets_table_and_runs_from_which_the_study_goes_on(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
     page.write_text("a\n<!-- toy -->\nold\n<!-- end of toy -->\nb\n")
-    tables.put_between_marks(page, "toy", "new\n")
-    assert page.read_text() == "a\n<!-- toy -->\nnew\n<!-- end of toy -->\nb\n"
+    outcomes = engine.execute(study_of(), tmp_path / "runs", jobs=1)
+    command.write(study_of(), outcomes, "python toy.py", tmp_path / "tables", docs=tmp_path)
+    text = page.read_text()
+    assert "old" not in text and text.startswith("a\n") and text.endswith("<!-- end of toy -->\nb\n")
+    assert "| one | 2 | 0.500 ± 0.707 | 2 |" in text and "(results/toy.svg)" in text
+    assert engine.finished(study_of(), tmp_path / "results") == outcomes
 
 
 @pytest.mark.parametrize("name", TOYS)
