@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -28,13 +27,11 @@ _announced: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def announce_at_first_step(model: nn.Module, optimizer: dmuon.Muon) -> None:
-    """Let the first step of `optimizer` announce the run, unless something did before."""
+    """Let the first step of `optimizer` announce the run, unless something did before.
 
-    def first(*_: Any) -> None:
-        handle.remove()
-        announce(model, optimizer)
-
-    handle = optimizer.register_step_pre_hook(first)
+    The hook stays: torch walks through the hooks while they run, so none can remove itself.
+    """
+    optimizer.register_step_pre_hook(lambda *_: announce(model, optimizer))
 
 
 def announce(model: nn.Module, optimizer: dmuon.Muon, *, silent: bool = False) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "check_any_muon",
     "check_launch",
     "check_model",
+    "check_same_batches",
     "check_shardable",
     "check_training_arguments",
     "is_replicated",
@@ -120,6 +121,22 @@ def check_training_arguments(args: Any) -> None:
     for name in ("optim_args", "optim_target_modules"):
         if getattr(args, name, None):
             raise ConfigurationError(f"{name} has no effect beside dmuon_hf.create(); remove it")
+
+
+def check_same_batches(trainer: Any) -> None:
+    """Refuse a trainer that draws its batches at random where ranks share them. Local; the same on every rank.
+
+    Raises:
+        NotImplementedError: GRPO of TRL with tensor parallelism.
+    """
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    loaded = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+    tp_size = max(getattr(config, "tp_size", 1), getattr(loaded, "tp_size", None) or 1)
+    if tp_size > 1 and any(cls.__name__ == "GRPOTrainer" for cls in type(trainer).__mro__):
+        raise NotImplementedError(
+            f"{type(trainer).__name__} with tp_size={tp_size} is not built: ranks of one tensor-parallel group draw "
+            "other completions each, but have to train on the same. Set tp_size: 1 and raise dp_shard_size"
+        )
 
 
 def check_launch(state: AcceleratorState) -> None:

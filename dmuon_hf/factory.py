@@ -22,7 +22,7 @@ from dmuon_hf.announcement import announce_at_first_step
 from dmuon_hf.core.errors import ConfigurationError
 from dmuon_hf.core.runtime import Runtime, require_runtime, runtime_of
 from dmuon_hf.launch import current_launch
-from dmuon_hf.loaded_shards import is_loaded_in_shards, selection_of
+from dmuon_hf.loaded_shards import check_synchronised_at_first_step, is_loaded_in_shards, selection_of
 from dmuon_hf.options import DMuonOptions, options_of
 from dmuon_hf.presets import muon_specs, routes
 from dmuon_hf.qk_clip import clip_logits, sites_to_clip
@@ -240,6 +240,8 @@ def create_optimizer(
         scheduled_weight_decay(optimizer, settings.weight_decay_factor())
     if settings.qk_clip is not None:
         clip_logits(optimizer, sites, settings.qk_clip)
+    if in_place:
+        check_synchronised_at_first_step(model, optimizer)
     announce_at_first_step(model, optimizer)
     return optimizer
 

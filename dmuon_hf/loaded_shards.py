@@ -26,6 +26,7 @@ __all__ = [
     "check_loaded_shards",
     "check_prepared",
     "check_saved_by_accelerate",
+    "check_synchronised_at_first_step",
     "is_loaded_in_shards",
     "ranks_of",
     "resumable",
@@ -58,6 +59,38 @@ def check_loaded_shards(model: nn.Module) -> None:
         )
     if getattr(config, "fsdp_cpu_offload", False):
         raise NotImplementedError("DistributedConfig(fsdp_cpu_offload=True) is not built yet; leave it out")
+
+
+def check_synchronised_at_first_step(model: nn.Module, optimizer: dmuon.Muon) -> None:
+    """Let the first step of `optimizer` refuse parameters that each data-parallel rank would train for itself.
+
+    What is added to a sharded model, such as adapters, is plain, and nobody reduces its gradients but a Trainer, which
+    puts a hook on each. Local; the same on every rank.
+    """
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if (getattr(config, "dp_size", None) or 1) == 1:
+        return
+
+    checked = False
+
+    def check(*_: Any) -> None:
+        nonlocal checked
+        apart = [
+            name
+            for name, parameter in (() if checked else model.named_parameters())
+            if parameter.requires_grad
+            and not isinstance(parameter.data, DTensor)
+            and not parameter._post_accumulate_grad_hooks
+        ]
+        if apart:
+            raise ConfigurationError(
+                f"{apart[0]} and {len(apart) - 1} more parameters were added to a model that is sharded already "
+                "(DistributedConfig), and nobody reduces their gradients, so every rank would train its own. Use a "
+                "Trainer, which does, or average them in hooks (parameter.register_post_accumulate_grad_hook)"
+            )
+        checked = True
+
+    optimizer.register_step_pre_hook(check)
 
 
 def selection_of(model: nn.Module, specs: Mapping[str, MatrixSpec]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dmuon_hf.adapters import has_adapters
 from dmuon_hf.core.errors import ConfigurationError
 
 __all__ = ["parallelize", "prepare_tp"]
@@ -25,13 +26,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     name stays whole and plain. A model that is cut already stays as it is.
 
     Raises:
-        ConfigurationError: there is no plan, or the model cannot be cut into this many parts.
+        ConfigurationError: there is no plan, it fits no weight, or the model cannot be cut into this many parts.
+        NotImplementedError: the model has adapters, whose layers the plan does not know.
     """
     from transformers import DistributedConfig
 
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if _is_cut(model):
         return
     size = mesh.size()
+    if has_adapters(model):
+        raise NotImplementedError(
+            f"tp_size={size} with adapters is not built yet: plans of tensor parallelism do not know their layers. Set "
+            "tp_size: 1 and raise dp_shard_size"
+        )
     resolve = getattr(model, "_resolve_parallel_plans", None)
     if resolve is None:
         raise ConfigurationError(
@@ -43,7 +50,16 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         _apply(model, mesh, plan)
     except ValueError as error:
         raise ConfigurationError(f"{type(model).__name__} cannot be cut into tp_size={size} parts: {error}") from error
+    if not _is_cut(model):
+        raise ConfigurationError(
+            f"the plan of tensor parallelism of {type(model).__name__} fits none of its weights, so each of "
+            f"tp_size={size} processes would keep the whole model: set tp_size: 1"
+        )
     model._tp_size = size  # type: ignore[assignment]
+
+
+def _is_cut(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:

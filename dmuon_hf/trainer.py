@@ -54,6 +54,7 @@ class TrainerOptimizerFactory:
         if trainer is None:
             raise ConfigurationError("the Trainer that this optimizer belongs to no longer exists")
         checks.check_training_arguments(trainer.args)
+        checks.check_same_batches(trainer)
         options = self.description.options
         return create_optimizer(
             model,

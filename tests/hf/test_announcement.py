@@ -58,12 +58,16 @@ def test_usual_run_has_no_warning() -> None:
 def test_loop_of_its_own_says_it_once_in_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama()
     optimizer = create_optimizer(model, lr=1e-3)
+    steps: list[int] = []
+    # A hook of the user's after it, too, runs in every step.
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
     ids = torch.arange(8)[None]
     with caplog.at_level(logging.INFO, logger="dmuon_hf.announcement"):
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
     assert [message for message in caplog.messages if message.startswith("Muon:")] == [summary_line(model, optimizer)]
+    assert len(steps) == 2
 
 
 def _said(rank: int, world: int, directory: str) -> list[str]:

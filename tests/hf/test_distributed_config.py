@@ -397,6 +397,38 @@ def test_trainer_with_tensor_parallelism_on_cpu_ends_with_the_error_of_accelerat
     assert "ParallelismConfig" in error_of(outcomes[0])
 
 
+def adapters(rank: int, world: int, directory: str, output: str) -> tuple[str, dict[str, Tensor]]:
+    """What an own loop says of adapters on a model, and their weights after a run of the Trainer."""
+    import peft
+
+    model = load(directory, "fsdp")
+    torch.manual_seed(rank)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    said = ""
+    optimizer = dmuon_hf.create_optimizer(model, lr=5e-3, lora="muon")
+    model(input_ids=batch_of(0), labels=batch_of(0)).loss.backward()
+    try:
+        optimizer.step()
+    except dmuon_hf.ConfigurationError as error:
+        said = str(error)
+    model.zero_grad()
+    args = arguments(output, max_steps=2, per_device_train_batch_size=BATCH // world)
+    make_trainer(model, args, lora="muon").train()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    finish()
+    return said, weights
+
+
+def test_adapters_that_nobody_synchronises_are_refused_and_train_alike_under_the_trainer(
+    saved: dict[str, str], tmp_path: Path
+) -> None:
+    (first, want), (second, got) = run_ranks(adapters, 2, saved["llama"], str(tmp_path), init=False)
+    assert "lora_A.default.weight and 7 more" in first and first == second
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+        assert value.any(), name
+
+
 def accelerate_save(rank: int, world: int, directory: str, path: str) -> None:
     model = load(directory, "fsdp")
     accelerator = Accelerator(cpu=True)

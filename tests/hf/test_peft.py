@@ -227,6 +227,7 @@ _LAUNCHES: dict[str, tuple[int, dict[str, str]]] = {
     "ddp": (2, {}),
     "fsdp2": (2, fsdp_env(2)),
     "fsdp2, sharded files": (2, fsdp_env(2, state_dict="SHARDED_STATE_DICT")),
+    "hsdp": (4, fsdp_env(4, replicas=2)),
 }
 
 
@@ -282,6 +283,7 @@ _CELLS = [
     ("fsdp2", "lora"),
     ("fsdp2", "dora, saved head"),
     ("fsdp2, sharded files", "rslora"),
+    ("hsdp", "lora"),
 ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dmuon_hf
-from dmuon_hf.checks import check_launch
+from dmuon_hf.checks import check_launch, check_same_batches
 from dmuon_hf.tensor_parallel import parallelize
 from tests.harness import run_ranks
 from tests.hf.support import (
@@ -217,9 +218,30 @@ def test_launches_that_cannot_cut_the_model_are_refused(kind: str, one_loads: bo
         check_launch(state)
 
 
+class GRPOTrainer:
+    """Named like the one of TRL, which asks for no more than its name."""
+
+    def __init__(self, tp_size: int) -> None:
+        self.accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=tp_size))
+        self.model = nn.Linear(2, 2)
+
+
+def test_trainer_that_draws_its_batches_is_refused_where_ranks_share_them() -> None:
+    check_same_batches(GRPOTrainer(tp_size=1))
+    with pytest.raises(NotImplementedError, match="draw other completions"):
+        check_same_batches(type("Mine", (GRPOTrainer,), {})(tp_size=2))
+
+
 def test_models_without_a_plan_are_refused_by_name() -> None:
     mesh: Any = SimpleNamespace(size=lambda: 2)
     with pytest.raises(dmuon_hf.ConfigurationError, match=r"GPT2LMHeadModel cannot be cut into tp_size=2 parts.*plan"):
         parallelize(FAMILIES["gpt2"].build(), mesh)
     with pytest.raises(dmuon_hf.ConfigurationError, match="Linear is none: set tp_size: 1"):
         parallelize(nn.Linear(4, 4), mesh)
+
+
+def test_adapters_are_refused_with_tensor_parallelism() -> None:
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(NotImplementedError, match="tp_size=2 with adapters"):
+        parallelize(model, mesh)

@@ -34,6 +34,7 @@ _LAUNCHES: dict[str, tuple[int, dict[str, str]]] = {
     "ddp": (2, {}),
     "fsdp2": (2, fsdp_env(2)),
 }
+_HSDP = (4, fsdp_env(4, replicas=2))
 
 
 def _model() -> nn.Module:
@@ -176,11 +177,12 @@ def _train(rank: int, world: int, directory: str, features: list[str]) -> dict[s
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     features = {name: [item for item in _FEATURES if (item, name) != ("compiled", "ddp")] for name in _LAUNCHES}
+    features["hsdp"] = ["generated"]
     return {
         name: run_ranks(
             _train, world, str(tmp_path_factory.mktemp("out")), features[name], init=False, env=env, timeout=150
         )
-        for name, (world, env) in _LAUNCHES.items()
+        for name, (world, env) in (_LAUNCHES | {"hsdp": _HSDP}).items()
     }
 
 
@@ -238,7 +240,7 @@ def test_best_model_is_there_at_the_end(runs: Any, launch: str) -> None:
         assert all(torch.equal(last[name], weight) for name, weight in first.items())
 
 
-@pytest.mark.parametrize("launch", _LAUNCHES)
+@pytest.mark.parametrize("launch", [*_LAUNCHES, "hsdp"])
 def test_encoder_decoder_generates_while_it_trains_as_in_one_process(runs: Any, launch: str) -> None:
     seen, predicted, weights = runs["one process"][0]["generated"]
     # Both evaluations and the prediction see the weights of their own step.

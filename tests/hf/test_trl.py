@@ -22,6 +22,8 @@ _LAUNCHES: dict[str, tuple[int, dict[str, str]]] = {
     "one process": (1, {}),
     "ddp": (2, {}),
     "fsdp2": (2, fsdp_env(2)),
+    "hsdp": (4, fsdp_env(4, replicas=2)),
+    "fsdp2, tensor parallel": (4, fsdp_env(2) | {"PARALLELISM_CONFIG_TP_SIZE": "2"}),
 }
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")
@@ -138,11 +140,22 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _train(rank: int, world: int, model: str, directory: str) -> dict[str, Any]:
+_ON_FOUR = {
+    "hsdp": ("sft, packing", "dpo", "reward", "grpo"),
+    # The ranks of one tensor-parallel group would draw other completions each.
+    "fsdp2, tensor parallel": ("sft, packing", "dpo", "reward"),
+}
+"""What is tried in launches of four processes."""
+
+
+def _train(rank: int, world: int, model: str, directory: str, names: tuple[str, ...]) -> dict[str, Any]:
     if os.environ.get("ACCELERATE_USE_FSDP"):
         as_launched()
+    parts = world // int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
     result = {}
-    for name, make in _trainers(model, directory, world).items():
+    for name, make in _trainers(model, directory, parts).items():
+        if name not in names:
+            continue
         trainer = make(processing_class=tokenizer(), optimizers=dmuon_hf.create())
         trainer.train()
         assert trainer.accelerator.is_fsdp2 is bool(os.environ.get("ACCELERATE_USE_FSDP"))
@@ -163,14 +176,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     tf.LlamaForCausalLM(_config()).save_pretrained(directory / "model")
     return {
         name: run_ranks(
-            _train, world, str(directory / "model"), str(directory / "out"), init=False, env=env | _OFFLINE, timeout=200
+            _train,
+            world,
+            str(directory / "model"),
+            str(directory / "out"),
+            _ON_FOUR.get(name, _NAMES),
+            init=False,
+            env=env | _OFFLINE,
+            timeout=300,
         )
         for name, (world, env) in _LAUNCHES.items()
     }
 
 
-@pytest.mark.parametrize("trainer", _NAMES)
-@pytest.mark.parametrize("launch", _LAUNCHES)
+@pytest.mark.parametrize(
+    ("launch", "trainer"),
+    [(launch, name) for launch in _LAUNCHES for name in _ON_FOUR.get(launch, _NAMES)],
+)
 def test_trainer_of_trl_trains_with_muon_like_one_process(
     runs: dict[str, list[dict[str, Any]]], launch: str, trainer: str
 ) -> None:

@@ -47,6 +47,19 @@ def test_files_that_the_readme_and_makefile_name_exist():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def test_table_of_launches_and_trainers_names_tests_that_exist():
+    page = (ROOT / "docs/trainers.md").read_text().partition("## Which launch is tested with which trainer")[2]
+    tests = {int(n): test for n, test in re.findall(r"^(\d+)\. `(tests/\S+)`$", page, flags=re.MULTILINE)}
+    cells = [cell for row in re.findall(r"^\| .*", page, flags=re.MULTILINE)[1:] for cell in row.split("|")[2:-1]]
+    used = {int(number) for cell in cells for number in re.findall(r"(?<!\w)\d+", cell)}
+    assert used == set(tests) == set(range(1, len(tests) + 1))
+    for test in tests.values():
+        path, name = test.split("::")
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), test
+    for cell in map(str.strip, cells):
+        assert re.match(r"-$|by hand|(GRPO )?(refused[^,]*, )?\d+", cell), cell
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_python_blocks_of_the_documents_are_valid_and_use_public_names(document):
     import dmuon_hf.core as core
