@@ -64,4 +64,6 @@ def write(study: Study, outcomes: Sequence[Outcome], command: str, output: Path,
         text = markdown(study, outcomes, command, f"results/{picture}")
         put_between_marks(docs / "results.md", study.name, f"\n{text}\n")
         plots.save(study, outcomes, docs / "results" / picture)
-        (docs / "results" / f"{study.name}.jsonl").write_text("".join(line_of(study, outcome) for outcome in outcomes))
+        if outcomes:
+            lines = [line_of(study, outcome) for outcome in outcomes]
+            (docs / "results" / f"{study.name}.jsonl").write_text("".join(lines))

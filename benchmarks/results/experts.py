@@ -25,9 +25,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "stacks on Muon": {},
 }
 RATES = {
-    "stacks on AdamW": (2e-3, 4e-3, 8e-3),
-    "stacks on AdamW, 1/8 of the rate": (4e-3, 8e-3, 1.6e-2),
-    "stacks on Muon": (4e-3, 8e-3, 1.6e-2),
+    "stacks on AdamW": (2e-3, 4e-3, 8e-3, 1.6e-2),
+    "stacks on AdamW, 1/8 of the rate": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+    "stacks on Muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2),
 }
 SMALL = replace(
     from_scratch.SMALL,

@@ -44,9 +44,9 @@ def _caption(study: Study, outcomes: Sequence[Outcome], command: str) -> str:
     loads = sorted(outcome.machine["load"] for outcome in outcomes if outcome.machine["load"] is not None)
     under = f", at a load of {loads[0]:.0f} to {loads[-1]:.0f}" if loads else ""
     seeds = ", ".join(map(str, study.seeds))
-    if len(study.seeds) == 1:
-        which = "for all"
-    elif study.whole_grid or all(len(rates) == 1 for rates in study.rates.values()):
+    if all(len(rates) == 1 for rates in study.rates.values()):
+        which = "each for every row"
+    elif study.whole_grid:
         which = "each at every rate"
     else:
         which = "the first at every rate, the others at the best rate of each method"
