@@ -42,7 +42,12 @@ def over_rates(axes: Any, study: Study, outcomes: Sequence[Outcome], label: str)
             above = [max(scores) - mean for mean, scores in zip(means, found.values(), strict=True)]
             axes.errorbar(list(found), means, yerr=[below, above], marker=mark, capsize=3, label=method)
     axes.set(xscale="log", xlabel="learning rate", ylabel=label)
-    axes.legend()
+    rates = sorted({rate for own in study.rates.values() for rate in own})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=90)
+    axes.minorticks_off()
+    # Room for the legend.
+    axes.margins(y=0.25)
+    axes.legend(fontsize="x-small", framealpha=0.5)
 
 
 def over_steps(axes: Any, study: Study, outcomes: Sequence[Outcome], label: str) -> None:
@@ -52,7 +57,7 @@ def over_steps(axes: Any, study: Study, outcomes: Sequence[Outcome], label: str)
         means = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
         axes.plot(group[0].result["measured_at"], means, label=f"{method}, {group[0].run.rate:g}")
     axes.set(xlabel="step", ylabel=label)
-    axes.legend()
+    axes.legend(fontsize="small")
 
 
 def scatter(axes: Any, study: Study, outcomes: Sequence[Outcome], x: tuple[str, str], y: tuple[str, str]) -> None:
