@@ -116,11 +116,26 @@ def _check_layouts(found: Survey, table: Mapping[str, Route], finding: Finding, 
         for label, name in first.items()
         if label not in known and not _spec(table[name]).folded
     }
+    _follow(found, table, finding, known, weights)
+    # Beside the output of another weight, as an adapter's, that of a fused one is followed by itself.
+    for name, weight in weights.items():
+        if _spec(table[name]).count > 1 and _label(found, name) not in known:
+            _follow(found, table, finding, known, {name: weight})
+
+
+def _follow(
+    found: Survey,
+    table: Mapping[str, Route],
+    finding: Finding,
+    known: set[str],
+    weights: Mapping[str, nn.Parameter],
+) -> None:
     fused = {name for name in weights if _spec(table[name]).count > 1}
     seen = traced_roles(found, weights, lambda name: _spec(table[name]).transposed, fused) if weights else {}
-    for label, name in first.items():
+    for name in weights:
         if name not in seen:
             continue
+        label = _label(found, name)
         spec, shown = _spec(table[name]), [set(rows.tolist()) for rows in seen[name]]
         rows = weights[name].shape[-1 if spec.transposed else -2]
         said = _matrices_of_rows(spec, rows)
