@@ -8,7 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import dmuon_hf
 from dmuon_hf import hooks
@@ -53,6 +60,20 @@ def tiny_llama(**overrides: Any) -> LlamaForCausalLM:
     }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**config | overrides))
+
+
+def tiny_deepseek() -> DeepseekV3ForCausalLM:
+    """A tied model with stacks of experts and a buffer that checkpoints hold, beside rotary ones that they do not."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
+    return model
 
 
 def tiny_dataset(size: int = 96, length: int = 16) -> list[dict[str, list[int]]]:

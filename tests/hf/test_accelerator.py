@@ -25,6 +25,7 @@ from tests.hf.support import (
     full_weights,
     make_trainer,
     tiny_dataset,
+    tiny_deepseek,
     tiny_llama,
 )
 
@@ -169,20 +170,6 @@ def test_load_state_continues_as_the_saved_run_did(tmp_path: Path, state_dict: s
         assert torch.equal(result["actual"][name], weight), name
 
 
-def _tied_with_buffer_and_stacks() -> nn.Module:
-    """A tied model with a buffer that checkpoints hold, and stacks of experts that keep their shards."""
-    torch.manual_seed(0)
-    config = tf.DeepseekV3Config(
-        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-        v_head_dim=16, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = tf.DeepseekV3ForCausalLM(config)
-    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
-    return model
-
-
 def _empty(model: nn.Module, kind: str) -> None:
     """Take the weights and saved buffers, as on a rank that has loaded nothing."""
     if kind == "garbage":
@@ -215,7 +202,7 @@ def _ram_efficient(rank: int, world: int, directory: str, kind: str) -> dict[str
 def test_ram_efficient_loading_gives_every_owner_the_weights_of_rank_zero(
     tmp_path: Path, world: int, replicas: int, kind: str
 ) -> None:
-    source = _tied_with_buffer_and_stacks()
+    source = tiny_deepseek()
     source.save_pretrained(tmp_path)
     env = fsdp_env(world, replicas=replicas, FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_SYNC_MODULE_STATES="true")
     results = run_ranks(_ram_efficient, world, str(tmp_path), kind, init=False, env=env)

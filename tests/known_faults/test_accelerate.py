@@ -20,7 +20,7 @@ from dmuon_hf.boundaries import HookBoundaries
 from dmuon_hf.presets import muon_specs, routes
 from tests.harness import run_ranks
 from tests.harness.reference import ReferenceOptimizer
-from tests.hf.support import as_launched, finish, fsdp_env, tiny_llama
+from tests.hf.support import as_launched, finish, fsdp_env, tiny_deepseek, tiny_llama
 
 HYPER: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "adamw_lr": 1e-3, "adamw_weight_decay": 0.1}
 
@@ -113,21 +113,7 @@ def test_encoder_decoder_model_with_shared_embedding_trains_like_one_process(whi
 # -- models that one rank loads ----------------------------------------------------------------------------------------
 
 
-def _with_saved_buffer() -> nn.Module:
-    """A tied model with a buffer that checkpoints hold, beside the rotary one that they do not."""
-    torch.manual_seed(0)
-    config = tf.DeepseekV3Config(
-        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-        v_head_dim=16, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = tf.DeepseekV3ForCausalLM(config)
-    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
-    return model.eval()
-
-
-_LOADED = {"rotary": lambda: tiny_llama(tie_word_embeddings=True).eval(), "saved": _with_saved_buffer}
+_LOADED = {"rotary": lambda: tiny_llama(tie_word_embeddings=True).eval(), "saved": lambda: tiny_deepseek().eval()}
 
 
 def _loaded_by_one_rank(rank: int, world: int, directory: str) -> tuple[torch.Tensor, bool]:
