@@ -110,7 +110,7 @@ def expected() -> dict[str, Tensor]:
 
 def test_layouts_beyond_rows_train_as_the_matrices_of_the_forward_in_every_mode() -> None:
     alone = run_ranks(train, 1, ("one process",), init=False)
-    for found in (*alone, *run_ranks(train, 2, ("owned", "replicated", "sharded"))):
+    for found in (*alone, *run_ranks(train, 4, ("owned", "replicated", "sharded"))):
         for mode, weights in found.items():
             for name, want in expected().items():
                 torch.testing.assert_close(weights[name], want, rtol=2e-4, atol=2e-5, msg=f"{mode}: {name}")
@@ -118,6 +118,6 @@ def test_layouts_beyond_rows_train_as_the_matrices_of_the_forward_in_every_mode(
 
 def test_rows_of_layouts_beyond_rows_are_normalised_as_in_one_process() -> None:
     (alone,) = run_ranks(train, 1, ("one process",), "normuon", init=False)
-    for found in run_ranks(train, 2, ("owned", "replicated"), "normuon"):
+    for found in run_ranks(train, 4, ("owned", "replicated", "sharded"), "normuon"):
         for weights in found.values():
             torch.testing.assert_close(weights, alone["one process"], rtol=2e-4, atol=2e-5)
