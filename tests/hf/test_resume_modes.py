@@ -150,12 +150,12 @@ def test_trainer_resumes_in_any_mode_as_the_uninterrupted_run(
 
 
 def _loop(rank: int, world: int, directory: str, load: bool, lr: float = 5e-3) -> dict[str, Any]:
-    """Two batches, a save, two batches; or a load, and the last two."""
+    """Two batches of NorMuon, a save, two batches; or a load, and the last two."""
     if world > 1:
         as_launched()
     accelerator = Accelerator(cpu=True)
     model = tiny_llama()
-    optimizer = dmuon_hf.create_optimizer(model, lr=lr, weight_decay=0.1, eps=1e-3)
+    optimizer = dmuon_hf.create_optimizer(model, lr=lr, weight_decay=0.1, eps=1e-3, update_rule="normuon")
     rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny_dataset(32)]
     loader = DataLoader(rows, batch_size=BATCH // world)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
