@@ -12,7 +12,7 @@ DEMO_STAMP := $(VENV)/.installed-demo-$(DEMO_VERSION)
 DOCS_STAMP := $(STAMP)-docs
 DEMO_OUTPUT ?= outputs/demo
 # Test processes. A file stays in one of them, with what its tests share; each runs up to eight ranks at a time.
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: help venv test docs sweep launches demo wheel quality format bench results gpu-check clean
 
