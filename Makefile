@@ -56,7 +56,7 @@ $(DOCS_STAMP): $(STAMP)
 
 demo: $(DEMO_STAMP)
 	@echo "SmolLM2-135M, 12 steps on Python's own source with 4 CPU processes (HSDP 2x2), then it is saved, reopened and"
-	@echo "generates text: about 7 minutes on 2 cores, 12 GB of memory. Results in $(DEMO_OUTPUT)"
+	@echo "generates text: about 4 minutes on 2 quiet cores, 12 GB of memory. Results in $(DEMO_OUTPUT)"
 	@OMP_NUM_THREADS=1 TQDM_DISABLE=1 $(BIN)/accelerate launch --config_file accelerate_configs/dmuon_cpu_hsdp.yaml \
 		recipes/finetune_causal_lm.py --output_dir $(DEMO_OUTPUT) $(ARGS)
 
