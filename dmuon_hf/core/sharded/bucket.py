@@ -25,7 +25,7 @@ from dmuon_hf.core.scratch import Way
 from dmuon_hf.core.sharded.exchange import Exchange, Parcel, Shipment
 from dmuon_hf.core.sharded.itinerary import Leg, Stop
 from dmuon_hf.core.sharded.plan import ShardedEntry
-from dmuon_hf.core.sharded.wire import header_numel, read_parts, write_parts
+from dmuon_hf.core.sharded.wire import copy_pairs, header_numel, read_parts, write_parts
 
 __all__ = ["Bucket", "Part", "alike"]
 
@@ -97,7 +97,7 @@ class Bucket:
     def send_updates(self) -> None:
         """Send updates home to everyone who holds some of their matrix. Collective."""
         shipment = self._ship("scatter", self._stop.gives, self._stop.gets, read_as=self._wide)
-        _copy(
+        copy_pairs(
             [
                 block
                 for leg, segment in zip(self._stop.gives, shipment.outgoing, strict=True)
@@ -131,7 +131,7 @@ class Bucket:
             kept = second_moments([self._parts[task].matrix for task in tasks])
             stacks.append(Stack(stack, spec, rule, kept))
             target.update(zip(tasks, stack.unbind(0), strict=True))
-        _copy(
+        copy_pairs(
             [
                 (whole, part)
                 for leg, segment in zip(self._stop.takes, received, strict=True)
@@ -169,10 +169,3 @@ def alike(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def _parcels(legs: Sequence[Leg], header: int) -> list[Parcel]:
     return [Parcel(leg.peer, leg.numel + header) for leg in legs]
-
-
-def _copy(blocks: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first."""
-    if blocks:
-        targets, sources = zip(*blocks, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))

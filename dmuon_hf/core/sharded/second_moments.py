@@ -21,6 +21,7 @@ from dmuon_hf.core.optim.normuon import second_moment_shape
 from dmuon_hf.core.sharded.exchange import Exchange
 from dmuon_hf.core.sharded.itinerary import holders_of
 from dmuon_hf.core.sharded.plan import ShardedPlan
+from dmuon_hf.core.sharded.wire import copy_pairs
 from dmuon_hf.core.shards.runs import placed
 
 __all__ = ["SecondMoments"]
@@ -81,9 +82,11 @@ class SecondMoments:
             sum(each.rows for each in told), dtype=max(dtypes, key=lambda dtype: dtype.itemsize), device=self._device
         )
         segments = list(zip(told, values.split([each.rows for each in told]), strict=True))
-        _copy([(segment, _rows(kept, each)) for each, segment in segments if each.author == self._rank])
+        copy_pairs([(segment, _rows(kept, each)) for each, segment in segments if each.author == self._rank])
         self._exchange.sum(values)
-        _copy([(_rows(kept, each), segment) for each, segment in segments if each.kept and each.author != self._rank])
+        copy_pairs(
+            [(_rows(kept, each), segment) for each, segment in segments if each.kept and each.author != self._rank]
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -121,10 +124,3 @@ class SecondMoments:
 
 def _rows(kept: Mapping[int, Tensor], each: _Told) -> Tensor:
     return kept[each.entry] if each.local is None else kept[each.entry][each.local]
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first."""
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))

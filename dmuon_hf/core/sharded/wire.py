@@ -18,7 +18,7 @@ from torch import Tensor
 from dmuon_hf.core.device import host_to_device
 from dmuon_hf.core.optim.update import Orthogonalize
 
-__all__ = ["HEADER", "header_numel", "read_parts", "wire_dtype", "write_parts"]
+__all__ = ["HEADER", "copy_pairs", "header_numel", "read_parts", "wire_dtype", "write_parts"]
 
 HEADER = 8
 """Elements in front of a scaled part; one holds the exponent, the others keep the part aligned."""
@@ -86,3 +86,10 @@ def _exponents(parts: Sequence[Tensor]) -> Tensor:
     peaks = torch.stack(torch._foreach_norm(list(parts), float("inf"))).float()
     exponents = torch.frexp(peaks).exponent.float().clamp_min(_SMALLEST)
     return torch.where(peaks == 0, torch.full_like(exponents, _OF_ZERO), exponents)
+
+
+def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))
