@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import dmuon_hf.core as dmuon
 from tests.distributed import test_sharded_training, test_tensor_parallel
 from tests.distributed.sharded_training import ShardedRun
 from tests.distributed.tp_training import TpRun
-from tests.distributed.training import Run, assert_same_training, reference, train
+from tests.distributed.training import Run, assert_same_training, backward, prepare, reference, snapshot, train
 from tests.harness import run_ranks
 
 MUON = {"update_rule": "normuon", "normuon_beta2": 0.8}
@@ -38,3 +40,25 @@ def test_parts_train_like_one_process(mode: str, gram: bool) -> None:
     columns: dict[str, Any] = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"} if gram else {}
     run = Run("tp", "uneven", steps=3, muon={**MUON, **columns}, reference=REFERENCE)
     test_tensor_parallel.check(TpRun(mode, run, everything=True))
+
+
+def _change_rule_on_last_rank(rank: int, world: int, run: Run) -> str:
+    model, optimizer = prepare(run, world)
+    backward(model, run, 0, rank, world)
+    before = snapshot(model)
+    muon = next(group for group in optimizer.param_groups if group["route"] == "muon")
+    if rank == world - 1:
+        muon["update_rule"] = "normuon"
+    with pytest.raises(dmuon.ConfigurationError) as refused:
+        optimizer.step()
+    after = snapshot(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    muon["update_rule"] = "muon"
+    optimizer.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("mode", "world"), [("z3", 2), ("hsdp", 4), ("ddp", 2)])
+def test_rule_that_one_rank_changes_is_refused_on_all_before_the_step(mode: str, world: int) -> None:
+    for message in run_ranks(_change_rule_on_last_rank, world, Run(mode)):
+        assert "default/muon' has update_rule='normuon' now and was made with 'muon'" in message

@@ -86,6 +86,13 @@ class Findings:
     """Names of what trains on this rank."""
     joined: tuple[nn.Parameter, ...] = ()
     """Parameters that were put into a group just now."""
+    changed: str = ""
+    """Why the step must not run with the groups as they are."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing speaks against the step on this rank."""
+        return not self.problems and not self.changed
 
     @property
     def digest(self) -> tuple[int, int]:
@@ -122,11 +129,19 @@ class Binding:
         self._latest: Fingerprint | None = None
         self._findings = Findings()
 
-    def inspect(self, groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> Findings:
+    def inspect(self, groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]], changed: str = "") -> Findings:
         """What is wrong with the model now; puts parameters that were unfrozen since into their groups.
 
         Cheap while nothing changes: [Note: cost of the fingerprint].
+
+        Args:
+            groups: The optimizer's groups.
+            names: Canonical names of their parameters.
+            changed: What is wrong with the groups themselves, if anything.
         """
+        if changed:
+            self._latest, self._findings = None, Findings(changed=changed)
+            return self._findings
         if self._latest is not None and self._latest.is_current():
             return self._findings
         found, unfrozen = self._look(groups, names)
@@ -208,10 +223,12 @@ class Binding:
         """Raise what is wrong on some rank. Collective, called on all ranks once one of them found something.
 
         Raises:
-            ConfigurationError: The model of some rank was edited.
+            ConfigurationError: The model or a group of some rank was edited.
             LockstepError: Other parameters train on some rank than on another.
         """
         findings = self._findings
+        if changed := next(filter(None, self._runtime.exchange(findings.changed)), ""):
+            raise ConfigurationError(changed)
         raise_first(self._runtime.exchange(shown(findings.problems)))
         everywhere = self._runtime.exchange(findings.trainable)
         for rank, theirs in enumerate(everywhere[1:], start=1):

@@ -19,7 +19,7 @@ __all__ = [
     "DEFAULT_GROUP",
     "Defaults",
     "LoweredGroup",
-    "check_update_rules",
+    "changed_update_rule",
     "forced_routes",
     "frozen_parameters",
     "lower_groups",
@@ -262,18 +262,15 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
         require(options["eps"] >= 0.0, "eps", "at least 0")
 
 
-def check_update_rules(groups: Iterable[Mapping[str, Any]], rules: Iterable[str | None]) -> None:
-    """Refuse groups whose update rule is no longer what their state was made for.
-
-    Raises:
-        ConfigurationError: Named with the group.
-    """
+def changed_update_rule(groups: Iterable[Mapping[str, Any]], rules: Iterable[str | None]) -> str:
+    """What is wrong with the first group whose update rule is no longer what its state was made for; else nothing."""
     for group, rule in zip(groups, rules, strict=True):
         if group.get("update_rule") != rule:
-            raise ConfigurationError(
+            return (
                 f"group {group['group_name']!r} has update_rule={group.get('update_rule')!r} now and was made with "
                 f"{rule!r}, which keeps other state: set it in Muon(update_rule=...) or in its param_groups"
             )
+    return ""
 
 
 def scalar(value: float | Tensor) -> float:

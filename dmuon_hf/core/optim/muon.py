@@ -19,7 +19,7 @@ from dmuon_hf.core.optim.binding import check_equal_start, check_rebindable, che
 from dmuon_hf.core.optim.bound import BoundModel
 from dmuon_hf.core.optim.clip_global import MuonGradClipStats, MuonGradClipStrategy, clip_grad_norm_
 from dmuon_hf.core.optim.columns import ColumnPolicy, require_gram
-from dmuon_hf.core.optim.groups import Defaults, check_update_rules, forced_routes, materialised
+from dmuon_hf.core.optim.groups import Defaults, changed_update_rule, forced_routes, materialised
 from dmuon_hf.core.optim.interfaces import MatrixSource, OptimizerRuntime
 from dmuon_hf.core.optim.normuon import UpdateRule
 from dmuon_hf.core.optim.profile import StepProfile
@@ -197,7 +197,7 @@ class Muon(Optimizer):
         self._profile = StepProfile(record_step_profile)
         self._fences = switch("DMUON_ISOLATED_PG_BARRIER")
         self._progress = FirstStepProgress(first_step_progress_log_limit if first_step_progress_log else 0)
-        self._is_ready = False
+        self._is_ready = self._is_compared = False
         self.skipped_steps = 0
         """Steps that all ranks skipped because a gradient was infinite or NaN."""
         self.ns_matrices = 0
@@ -254,7 +254,7 @@ class Muon(Optimizer):
             group["params"] = [by_name[name] for name in names]
         bound.autotune(self._orthogonalize, self.param_groups)
         self._reset_state()
-        self._is_ready = False
+        self._is_ready = self._is_compared = False
         self._configure_runtime()
 
     def _reset_state(self) -> None:
@@ -326,7 +326,6 @@ class Muon(Optimizer):
             ConfigurationError: The update rule of a group was changed, the groups of some rank do not hold the model's
                 current parameters, or no rank synchronises one of them. On every rank, with the weights as they were.
         """
-        check_update_rules(self.param_groups, self._update_rules)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -335,9 +334,9 @@ class Muon(Optimizer):
         self._profile.begin(runtime.topology.device)
         with self._profile.phase("prepare"):
             runtime.prepare_grads()
-            first_step = not self._is_ready
-            findings = self._binding.inspect(self.param_groups, self._names)
-            if not findings.problems:
+            changed = changed_update_rule(self.param_groups, self._update_rules)
+            findings = self._binding.inspect(self.param_groups, self._names, changed)
+            if findings.is_sound:
                 self._make_ready(findings.joined)
         # Attributes that torch.amp.GradScaler sets for the time of the call.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -353,8 +352,9 @@ class Muon(Optimizer):
             )
         if not verdict.sound:
             self._binding.explain()
-        if first_step:
+        if not self._is_compared:
             check_equal_start(runtime, bound.model)
+            self._is_compared = True
         if verdict.finite:
             self._update(verdict.reached)
         else:

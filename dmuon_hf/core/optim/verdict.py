@@ -69,7 +69,7 @@ def agree_on_step(
     device = runtime.topology.device
     count = runtime.backward_count
     digest = findings.digest
-    model = [float(bool(findings.problems)), *digest, *(-part for part in digest)]
+    model = [float(not findings.is_sound), *digest, *(-part for part in digest)]
     mine = torch.tensor([0.0, count, -count, *model], dtype=torch.float32)
     # Flags that are on the host travel with the rest.
     near = list(takewhile(lambda part: part.device.type == "cpu", (mine, *flags)))
